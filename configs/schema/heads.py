@@ -234,9 +234,6 @@ class XPressSettings(DFlashSettings):
     xpress_rank: PositiveInt = 128  # width of the refiner
     xpress_mlp_ratio: PositiveInt = 2  # of its MLP's inner width to that
     num_jacobi_passes: PositiveInt = 6  # of the refiner over a block in drafting; no more than drafts are made
-    # training: passes over the head's own likeliest tokens, for drafting with fewer passes than drafts; others need none
-    consistency_passes: NonNegativeInt = 3
-    consistency_weight: NonNegativeFloat = 0.3  # of the mean loss of these, beside that of the text's tokens
     base_weight: NonNegativeFloat = 0.6  # of the loss of the logits before the refiner
 
     @property

@@ -23,7 +23,7 @@ from distill.dataset.conversations import Conversation, Message
 from distill.generation.continuation import Request, TargetSource, continue_requests, up_to_end
 from distill.generation.prompts import Prompt, encode_prompt
 from heads.frozen.loading import Target
-from heads.sampling.counter_rng import request_number
+from heads.sampling.draws import request_number
 
 # Why a turn has no answer.
 EMPTY = "empty_answer"  # it ended at once

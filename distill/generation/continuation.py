@@ -24,8 +24,7 @@ from heads.frozen.media import MediaPrompt
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache
 from heads.inference.kv_cache import RowCache
 from heads.inference.model_checks import check_rolls_back
-from heads.sampling.counter_rng import CounterRNG, Role
-from heads.sampling.probabilities import draw, greedy_token, token_probabilities
+from heads.sampling.draws import CounterRNG, Role, draw, greedy_token, token_probabilities
 
 
 @dataclass(kw_only=True, eq=False)
@@ -34,7 +33,7 @@ class Request:
 
     prompt_ids: Sequence[int]  # its first tokens, at least one
     limit: int  # its greatest number of tokens, those of the prompt included; more than the prompt has
-    number: int  # names its random numbers (`heads.sampling.counter_rng`), which depend on nothing else but the seed
+    number: int  # names its random numbers (`heads.sampling.draws`), which depend on nothing else but the seed
     has_ended: Callable[[Request], bool]  # asked after each token
     # Gets what was written; what is asked next, if anything
     on_done: Callable[[list[int]], Request | None] = lambda written: None

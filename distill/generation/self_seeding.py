@@ -26,7 +26,7 @@ from distill.generation.continuation import Request, TargetSource, continue_requ
 from distill.generation.prompts import DUPLICATE, NearDuplicates, Prompt
 from heads.frozen.loading import Target
 from heads.frozen.tokenizer import in_template
-from heads.sampling.counter_rng import request_number
+from heads.sampling.draws import request_number
 
 SEEDS = Path(__file__).with_name("seeds.yaml")
 SENTINEL = "SELF-SEEDED-TURN-GOES-HERE"

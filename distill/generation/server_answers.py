@@ -31,7 +31,7 @@ from distill.server.connection import Completion, Connection, GaveUp, Refused
 from heads.frozen.hidden_states import read_states
 from heads.frozen.loading import Target
 from heads.inference.causal_lm import head_logits
-from heads.sampling.counter_rng import request_number
+from heads.sampling.draws import request_number
 
 logger = logging.getLogger("draftsmith")
 

@@ -31,7 +31,7 @@ from heads.device import has_compiler, keeps_small_tensors_near, upload
 from heads.inference.causal_lm import head_logits
 from heads.modules.interface import Normalisers
 from heads.modules.output_head import autocast_dtype
-from heads.sampling.probabilities import greedy_token
+from heads.sampling.draws import greedy_token
 
 # Columns from which on a CPU's loss is compiled, if it is not said: with fewer, compiling takes longer than it saves.
 COMPILED_COLUMNS = 1024

@@ -23,7 +23,7 @@ from heads.frozen.loading import Target
 from heads.modules.interface import NO_DOCUMENT, Batch
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.protocol import RoundInputs
-from heads.sampling.counter_rng import CounterRNG, request_number
+from heads.sampling.draws import CounterRNG, request_number
 
 # Tokens drafted between two checks of which rows have ended. Their distributions are all held until then, [B, G, V].
 STRIDE = 16

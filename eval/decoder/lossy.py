@@ -27,7 +27,7 @@ from eval.decoder.rules import CANDIDATE_RULES, CandidateChoice, CandidateRule, 
 from eval.decoder.verifier import RULES, Verifier, rooted
 from heads.device import RowInts, widest_float
 from heads.proposers.protocol import Proposal, RoundInputs
-from heads.sampling.probabilities import token_probabilities
+from heads.sampling.draws import token_probabilities
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
 
 AT_ONCE = 4096  # codes whose distances to all others are held at a time

@@ -28,8 +28,7 @@ from heads.device import RowInts, constant, row_ints, row_tensor, widest_float
 from heads.frozen.loading import Target
 from heads.inference.causal_lm import head_logits
 from heads.proposers.protocol import Proposal, Proposer, RoundInputs
-from heads.sampling.counter_rng import ChainUniforms, CounterRNG, Role
-from heads.sampling.probabilities import draw, token_probabilities, values_at
+from heads.sampling.draws import ChainUniforms, CounterRNG, Role, draw, token_probabilities, values_at
 
 
 class ParticleRun(BatchRun):

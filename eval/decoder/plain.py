@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from configs.schema.decoding import DecodeConfig
-from heads.sampling.counter_rng import CounterRNG, Role
-from heads.sampling.probabilities import draw, token_probabilities
+from heads.sampling.draws import CounterRNG, Role, draw, token_probabilities
 
 Model = Callable[[list[int]], Tensor]  # token ids to logits [T, V]; row t predicts the token after t + 1 of them
 
@@ -32,7 +31,7 @@ def decode(
     Args:
         target, draft: models over one vocabulary.
         config: temperature, top_k, top_p, num_speculative_tokens, max_new_tokens and seed are read.
-        request: the number that names the text's random numbers, each of which is used once (`heads.sampling.counter_rng`).
+        request: the number that names the text's random numbers, each of which is used once (`heads.sampling.draws`).
         eos: tokens that end the answer.
     """
     rng = CounterRNG(config.seed, [request], torch.device("cpu"))

@@ -12,7 +12,7 @@ from configs.schema.decoding import DecodeConfig
 from eval.decoder.records import Generation, Round, StopReason
 from heads.frozen.loading import Target
 from heads.frozen.media import MediaPrompt
-from heads.sampling.counter_rng import request_number
+from heads.sampling.draws import request_number
 
 MARGIN = 8  # characters of a tail before those that may belong to a stop string
 

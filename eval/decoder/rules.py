@@ -6,7 +6,7 @@ a batch may hold fewer drafts than G (`num_drafted_B`), and what lies beyond is 
 
 In a tree a rule picks among the candidates for one position (`CandidateRule`), and `verify_tree` walks the tree with it;
 `match_tree` follows the target's own tokens instead. Node 0 is the pending token, the root; every other node has a parent with
-a smaller number. Siblings are in the order in which they were drawn (`heads.sampling.probabilities`). Row i of the
+a smaller number. Siblings are in the order in which they were drawn (`heads.sampling.draws`). Row i of the
 distributions comes after node i: p is the target's, q the one that the node's children were drawn from. Lossless as long as no
 drawn node was left out for its token or its probability.
 B rows, G drafts, C candidates, N nodes with the root, D depth of the deepest node, K = D + 1 levels, V vocabulary.
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from heads.device import widest_float
-from heads.sampling.probabilities import draw, values_at
+from heads.sampling.draws import draw, values_at
 
 RHO_BISECTIONS = 20
 LOG_LARGE = 1e4  # of a ratio that is kept finite: one to a probability of 0

@@ -28,8 +28,7 @@ from eval.decoder.rules import (
 )
 from heads.device import RowInts
 from heads.proposers.protocol import Proposal, RoundInputs
-from heads.sampling.counter_rng import ChainUniforms, Role
-from heads.sampling.probabilities import draw, greedy_token, token_probabilities, values_at
+from heads.sampling.draws import ChainUniforms, Role, draw, greedy_token, token_probabilities, values_at
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, distinct_positions
 
 RULES: dict[str, Callable[..., ChainVerification]] = {"token": verify_tokens, "block": verify_block}

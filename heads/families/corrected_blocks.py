@@ -42,11 +42,11 @@ from configs.runtime.errors import InputError
 from configs.schema.heads import DFlash2Settings, DominoSettings, DSparkSettings, XPressSettings
 from heads.device import row_tensor
 from heads.families.dflash import Anchors, BlockDrafter, CorrectedBlock, DraftStep, StepwiseBlock, StepwiseDrafter
-from heads.modules.interface import Auxiliary, Batch, Depth, Family, flat
+from heads.modules.interface import Batch, Depth, Family, flat
 from heads.modules.layers import DraftLayer, LayerKeys, LayerShape, Rotation
 from heads.proposers.builders import ChainBuilder
 from heads.proposers.protocol import RoundInputs
-from heads.vocabulary import DraftVocabulary, target_ids
+from heads.vocabulary import DraftVocabulary
 
 
 class DSpark(StepwiseBlock):
@@ -242,9 +242,6 @@ class SlotConvolution(nn.Module):
 DFLASH2 = Family(settings=DFlash2Settings, build=DFlash2, propose=StepwiseDrafter)
 
 
-CHUNK = 512  # slots whose logits live at one time, where only the likeliest tokens are wanted
-
-
 class XPress(CorrectedBlock):
     """An XPress head on a frozen target; a depth holds the final state and the refiner's."""
 
@@ -258,36 +255,15 @@ class XPress(CorrectedBlock):
         return base + self.refiner_head.readout(joined[..., self.fc.out_features :])
 
     def depths(self, batch: Batch, anchors: Anchors, states_BASD: Tensor) -> list[Depth]:
-        first, num_slots = self.settings.first_slot, self.settings.block_size
-        features = self.refiner_head.features(states_BASD)
-        text_BAS = anchors.tokens(batch, -first, num_slots)
-        refined = [self.refiner_head(features, text_BAS)]
-        if self.training and self.settings.consistency_weight > 0:
-            for number in range(self.settings.consistency_passes):
-                drafted_BAS = self._likeliest(torch.cat([states_BASD, refined[-1]], -1) if number else states_BASD)
-                before_BAS = torch.cat([text_BAS[..., : first + 1], drafted_BAS[..., first:-1]], -1)
-                refined.append(self.refiner_head(features, before_BAS))
-        return super().depths(batch, anchors, torch.cat([states_BASD, *refined], -1))
+        before_BAS = anchors.tokens(batch, -self.settings.first_slot, self.settings.block_size)
+        refined_BASR = self.refiner_head(self.refiner_head.features(states_BASD), before_BAS)
+        return super().depths(batch, anchors, torch.cat([states_BASD, refined_BASR], -1))
 
     def depth(self, batch: Batch, anchors: Anchors, number: int, states_BAD: Tensor) -> Depth:
         depth = super().depth(batch, anchors, number, states_BAD)
-        width, settings = self.fc.out_features, self.settings
-        state_ND = depth.hidden_ND[:, :width]
-        refined_ND, *own = (
-            torch.cat([state_ND, each], 1) for each in depth.hidden_ND[:, width:].split(settings.xpress_rank, 1)
-        )
-        readout = self.refiner_head.readout.weight
-        depth = self.corrected(replace(depth, hidden_ND=state_ND), refined_ND, [readout], base_weight=settings.base_weight)
-        weight = settings.consistency_weight / max(1, len(own))
-        passes = [Auxiliary(hidden_ND=each, logits_of=self.logits, parameters=depth.parameters, weight=weight) for each in own]
-        return replace(depth, auxiliaries=(*passes, *depth.auxiliaries))
-
-    @torch.no_grad()
-    def _likeliest(self, joined: Tensor) -> Tensor:
-        """Return the likeliest tokens of slots, the target's ids `[...]`; of final states alone, those before the refiner."""
-        logits_of = self.lm_head.logits if joined.shape[-1] == self.fc.out_features else self.logits
-        ids = [logits_of(rows).argmax(-1) for rows in joined.flatten(0, -2).split(CHUNK)]
-        return target_ids(self.lm_head.vocabulary, torch.cat(ids)).view(joined.shape[:-1])
+        joined_NX, readout = depth.hidden_ND, self.refiner_head.readout.weight
+        depth = replace(depth, hidden_ND=joined_NX[:, : self.fc.out_features])
+        return self.corrected(depth, joined_NX, [readout], base_weight=self.settings.base_weight)
 
 
 class Refiner(nn.Module):

@@ -31,7 +31,7 @@ from heads.frozen.hidden_states import TargetStates
 from heads.inference.kv_cache import RowCache
 from heads.modules.attention import CachedKeys, Ranges, read_ranges
 from heads.modules.autoregressive import FeatureProposer
-from heads.modules.interface import Auxiliary, Batch, Depth, Family, flat, labelled_origins
+from heads.modules.interface import Auxiliary, Batch, Depth, Family, by_row, flat, labelled_origins
 from heads.modules.layers import DraftAttention, DraftLayer, LayerKeys, LayerShape, Rotary, Rotation, layer_shape, norm
 from heads.modules.output_head import DraftHead, HeadModule
 from heads.proposers.builders import ChainBuilder
@@ -245,12 +245,9 @@ def choose_anchors(batch: Batch, limit: int | None) -> Anchors:
         rank_N, count_N = _drawn(origins_N // T, batch.document_ids_BT.flatten()[origins_N])
         kept_N = rank_N < limit
         origins_N, weights_N = origins_N[kept_N], (count_N / count_N.clamp(max=limit))[kept_N]
-    rows_N, per_row_B = origins_N // T, torch.bincount(origins_N // T, minlength=len(batch.input_ids_BT))
-    column_N = torch.arange(len(rows_N)) - (per_row_B.cumsum(0) - per_row_B)[rows_N]
-    places_BA = origins_N.new_zeros(len(per_row_B), max(1, int(per_row_B.max())))
+    rows_N, columns_N, places_BA = by_row(origins_N + 1, len(batch.input_ids_BT), T)
     weights_BA = torch.zeros_like(places_BA, dtype=torch.float32)
-    places_BA[rows_N, column_N] = origins_N % T + 1
-    weights_BA[rows_N, column_N] = weights_N
+    weights_BA[rows_N, columns_N] = weights_N
     return Anchors(places_BA=places_BA, valid_BA=places_BA > 0, weights_BA=weights_BA)
 
 

@@ -5,18 +5,15 @@ the states before it, a norm, and an output head. Every draft of a round is the 
 compares one depth alone. Its second exit, to stop drafting where the draft is unsure, is `decode.stopping` by confidence.
 
 Blocks 1 to k draft into the target's cache and verification runs the other blocks only (`SharedBlocks`, as in LayerSkip, arXiv
-2404.16710): a round of G drafts takes G + 1 rows through the first blocks in place of 2 G + 1. Where another draft stands
-between (a lookup, merged drafts), or the target's blocks do not run in two parts, the first blocks have a cache of their own
-and verification runs the whole target. Departures: the attention's output projection starts at 0 and the norm as the target's
+2404.16710): a round of G drafts takes G + 1 rows through the first blocks in place of 2 G + 1. A target whose blocks do not run
+in two parts, or not here, is refused. Departures: the attention's output projection starts at 0 and the norm as the target's
 final one, so that an untrained exit gives what the blocks give with the target's own norm and head.
 B batch, T positions, E = D width, N rows of a depth.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from functools import partial
 from itertools import chain as chained
 from weakref import ref
 
@@ -26,19 +23,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from configs.runtime.errors import InputError, first_line
 from configs.schema.heads import EarlyExitSettings
-from heads.device import RowInts, Rows, row_ints, row_tensor
-from heads.frozen.hidden_states import (
-    TargetStates,
-    block_list,
-    blocks,
-    final_norm,
-    forward_states,
-    num_blocks,
-    read_states,
-    tapped,
-)
+from heads.device import RowInts
+from heads.frozen.hidden_states import TargetStates, block_list, blocks, final_norm, forward_states, num_blocks, tapped
 from heads.frozen.model_config import causal_config, config_of_blocks
-from heads.frozen.placement import ServedForward, own_copy
+from heads.frozen.placement import own_copy
 from heads.inference.causal_lm import MediaInputs, forward_rows, new_cache, read_documents
 from heads.inference.kv_cache import RowCache
 from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
@@ -49,11 +37,9 @@ from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
 from heads.modules.layers import DraftAttention, HeadLayer, LayerKeys, LayerShape, Rotary, Rotation, layer_shape, norm
 from heads.modules.output_head import DraftHead, HeadModule
 from heads.proposers.builders import ChainBuilder
-from heads.proposers.protocol import RoundInputs, Tokens
+from heads.proposers.protocol import RoundInputs
 from heads.sampling.token_tree import TreeAttention
 from heads.vocabulary import DraftVocabulary
-
-log = logging.getLogger("draftsmith")
 
 
 class EarlyExit(HeadModule):
@@ -118,60 +104,23 @@ class EarlyExitChain(FeatureProposer):
 
     def __init__(self, module: EarlyExit, device: torch.device) -> None:
         super().__init__(module, device, beyond=1)
-        model, (num_layers,) = module.target, module.taps
-        self._reader, self._shared = model, None
-        if not reads_whole(model):
-            self._reader = early_exit(model, num_layers)
-            try:
-                self._shared = SharedBlocks(model, num_layers)
-            except InputError as error:
-                log.info("the first %d blocks draft with a cache of their own: %s", num_layers, error)
-        self._lent = False  # the target's cache, for the batch that `start` will begin
-        self._own: RowCache | None = None  # of the first blocks, where the target's is not lent
-
-    def forward_states(
-        self,
-        cache: RowCache,
-        ids_BT: Tensor,
-        starts: RowInts,
-        taps: Sequence[int],
-        attention: TreeAttention | None = None,
-        media: MediaInputs | None = None,
-    ) -> TargetStates:
-        if self._shared is None:
-            return forward_states(self.module.target, cache, ids_BT, starts, taps, attention, media)
-        self._lent = max(starts.host) == 0  # prompts, of the batch that begins
-        return self._shared.forward_states(cache, ids_BT, starts, taps, attention, media)
-
-    def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
-        super().start(tokens, capacity, states)
-        self._own, lent, self._lent = None, self._lent, False
-        if self._shared is None or not (lent and self._shared.has_cache):  # a batch may end with its prompts
-            self._own = new_cache(self._reader, capacity + self._beyond)
-            first_B1 = row_tensor([row[:1] for row in tokens], self.device)
-            self._read(first_B1, RowInts.full(0, len(tokens), self.device))  # the others are tokens after a pending feature
+        self._blocks = SharedBlocks(module.target, module.taps[0])
+        self.forward_states = self._blocks.forward_states
 
     def draft(self, inputs: RoundInputs, chain: ChainBuilder, num_tokens: int) -> None:
         head, window = self.module.lm_head, self._pending.read(inputs)
         self._adapt(window.features_BTF, window.first)
-        if self._own is not None:
-            self._own.keep_states_from(inputs.lengths.host)
-            exits_B1E = window.last(self._read(window.next_BT, window.first + 1)).unsqueeze(1)
-        else:
-            self._blocks.keep_states_from(window.ends.host)
-            exits_B1E = self._read(inputs.pending_B1, window.ends)
+        self._blocks.keep_states_from(window.ends.host)
+        exits_B1E = self._blocks.read(inputs.pending_B1, window.ends)
         for depth in range(num_tokens):
             states_B1D = self._adapt(exits_B1E, window.ends + depth)
             drafted_B = chain.add(head.logits(self.module.norm(states_B1D[:, 0])))
             if depth + 1 == num_tokens or chain.finished:
                 break
-            exits_B1E = self._read(drafted_B.unsqueeze(1), window.ends + (depth + 1))
+            exits_B1E = self._blocks.read(drafted_B.unsqueeze(1), window.ends + (depth + 1))
 
-    def keep_rows(self, rows: Rows) -> None:
-        rows = row_ints(rows, self.device)
-        super().keep_rows(rows)
-        if self._own is not None:
-            self._own.keep_rows(rows)
+    def discard_drafts(self, rows: Sequence[int]) -> None:
+        self._blocks.discard()
 
     def _adapt(self, exits_BTE: Tensor, starts: RowInts) -> Tensor:
         """Return the adapter's states `[B, T, D]` at the next positions, whose keys and values are added."""
@@ -181,77 +130,29 @@ class EarlyExitChain(FeatureProposer):
         states_BTD: Tensor = self.module.layer(exits_BTE, self.module.rotary.drafting(positions_BT), keys)
         return states_BTD
 
-    def _read(self, ids_BT: Tensor, starts: RowInts) -> Tensor:
-        """Return the states `[B, T, E]` after the first blocks of tokens that are read now."""
-        if self._own is not None:
-            return forward_states(self._reader, self._own, ids_BT, starts, self.module.taps).taps_ABTE[0]
-        return self._blocks.read(ids_BT, starts)
-
-    @property
-    def _blocks(self) -> SharedBlocks:
-        assert self._shared is not None, "without shared blocks there is a cache of one's own"
-        return self._shared
-
-
-def reads_whole(model: PreTrainedModel) -> bool:
-    """Return whether the whole target is asked for states after its first blocks, as they are not here."""
-    return isinstance(runner_of(model).forward, ServedForward)
-
-
-def check_exit(head: EarlyExit, model: PreTrainedModel) -> None:
-    """Refuse to train on a target whose first blocks, run without the others, give other states than in the target.
-
-    Some of Gemma 4 do not run, as their last block has to be one of full attention; of Qwen2.5-VL's there is no causal LM.
-    """
-    if model.device.type == "meta" or reads_whole(model):  # a plan builds heads without any values to compare
-        return
-    first = f"the first {head.taps[0]} blocks of {type(model).__name__}"
-    remedy = "take another one of head.taps, or another head.kind"
-
-    def error(model: PreTrainedModel) -> float:
-        ids_1T = probe_ids(model)
-        alone, whole = (read_states(each, ids_1T, head.taps) for each in (early_exit(model, head.taps[0]), model))
-        return relative_error(alone.taps_ABTE[0], whole.taps_ABTE[0])
-
-    check_on_probe(
-        model,
-        error,
-        fails=f"{first} do not run without the others ({{}}); {remedy}",
-        differs=f"{first}, run without the others, give states that differ by {{:.2g}} of them; {remedy}",
-    )
-
-
-# --- the target in two parts --------------------------------------------------------------------------------------
-
-
-def early_exit(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
-    """Return a causal LM of the target's first blocks, its embeddings, final norm and head: the very modules, no copies."""
-    if not 1 <= num_layers < num_blocks(model):
-        raise InputError(
-            f"self-speculation needs 1 to {num_blocks(model) - 1} of the target's {num_blocks(model)} blocks, got {num_layers}"
-        )
-    return _part(model, 0, num_layers)
-
 
 class SharedBlocks:
     """The target in two parts on its own cache: `num_layers` blocks draft, verification goes on from the states after them.
 
     Raises:
-        InputError: the two parts, one after the other, are not the model, or are no models.
+        InputError: the two parts, one after the other, are not the model, or are no models; or servers run the blocks.
     """
 
     def __init__(self, model: PreTrainedModel, num_layers: int) -> None:
+        if runner_of(model).runs_elsewhere:
+            raise InputError("head.kind early_exit runs the target's own blocks, and servers run them; take another head.kind")
         self.model, self.num_layers = model, num_layers
-        self.early = early_exit(model, num_layers)
-        self.late = _part(model, num_layers, num_blocks(model))
+        self.early, self.late = part_of(model, 0, num_layers), part_of(model, num_layers, num_blocks(model))
         self.late.set_input_embeddings(nn.Identity())  # its inputs are states already
         self._cache: ref[RowCache] | None = None  # the target's, of this batch; the decoder owns it
         self._exits: list[Tensor] = []  # `[B, 1, E]`: states after the first blocks, of the pending token and the drafts
+        name = f"{type(model).__name__} cannot draft for itself"
+        remedy = "take another one of head.taps, or another head.kind"
         check_on_probe(
             model,
-            partial(_parts_error, parts=self),
-            fails=f"{type(model).__name__} cannot draft for itself: its blocks do not run in two parts ({{}})",
-            differs=f"{type(model).__name__} cannot draft for itself: in two parts its states differ by {{:.2g}} of them",
+            self._error,
+            fails=f"{name}: its blocks do not run in two parts ({{}}); {remedy}",
+            differs=f"{name}: in two parts its states differ by {{:.2g}} of them; {remedy}",
         )
 
     def forward_states(
@@ -280,27 +181,40 @@ class SharedBlocks:
         exits_BTE = torch.cat(exits, 1)
         return TargetStates(final_BTE=forward_rows(self.late, cache, exits_BTE, starts), taps_ABTE=(exits_BTE,) * len(taps))
 
-    @property
-    def has_cache(self) -> bool:
-        """Whether the batch whose prompts were read last is still under way."""
-        return self._cache is not None and self._cache() is not None
-
     def keep_states_from(self, starts: Sequence[int]) -> None:
         """Keep what rows need to go back to where drafting starts; comes before the first `read` of a round."""
-        if self._cache is not None and (cache := self._cache()) is not None:
-            cache.keep_states_from(starts)
+        self._current().keep_states_from(starts)
 
     def read(self, ids_BT: Tensor, starts: RowInts) -> Tensor:
         """Run the first blocks on the next drafted tokens; return the states after them, `[B, T, E]`."""
-        cache = None if self._cache is None else self._cache()
-        assert cache is not None, "the prompts are read by forward_states first"
         with tapped(self.early, [self.num_layers]) as seen:
-            forward_rows(self.early, cache, ids_BT, starts)
+            forward_rows(self.early, self._current(), ids_BT, starts)
         self._exits.append(seen[self.num_layers])
         return self._exits[-1]
 
+    def discard(self) -> None:
+        """Forget the states of this round's drafts, in place of which others are verified."""
+        self._exits = []
 
-def _part(model: PreTrainedModel, first: int, end: int) -> PreTrainedModel:
+    def _current(self) -> RowCache:
+        cache = None if self._cache is None else self._cache()
+        assert cache is not None, "the prompts are read by forward_states first"
+        return cache
+
+    def _error(self, model: PreTrainedModel) -> float:
+        """Compare the model's states on a probe, read in two pieces, with those of its two parts, one after the other."""
+        ids_1T = probe_ids(model)
+        half = ids_1T.shape[1] // 2
+        cache, states = new_cache(model, ids_1T.shape[1]), []
+        self._cache = ref(cache)
+        for start in (0, half):
+            starts = RowInts.full(start, 1, ids_1T.device)
+            exits_1TE = self.read(ids_1T[:, start : start + half], starts)
+            states.append(forward_rows(self.late, cache, exits_1TE, starts))
+        return relative_error(torch.cat(states, 1), read_documents(model, ids_1T, None))
+
+
+def part_of(model: PreTrainedModel, first: int, end: int) -> PreTrainedModel:
     """Return a causal LM of the model's own blocks `first` to `end - 1` and all else that it has, the very modules."""
     try:
         config = config_of_blocks(model.config.get_text_config(), range(first, end))
@@ -327,18 +241,10 @@ def _part(model: PreTrainedModel, first: int, end: int) -> PreTrainedModel:
     return part
 
 
-def _parts_error(model: PreTrainedModel, parts: SharedBlocks) -> float:
-    """Compare the model's states on a probe, read in two pieces, with those of its two parts, one after the other."""
-    ids_1T = probe_ids(model)
-    half = ids_1T.shape[1] // 2
-    cache = new_cache(model, ids_1T.shape[1])
-    parts._cache = ref(cache)
-    states = []
-    for start in (0, half):
-        starts = RowInts.full(start, 1, ids_1T.device)
-        exits_1TE = parts.read(ids_1T[:, start : start + half], starts)
-        states.append(forward_rows(parts.late, cache, exits_1TE, starts))
-    return relative_error(torch.cat(states, 1), read_documents(model, ids_1T, None))
+def check_parts(head: EarlyExit, model: PreTrainedModel) -> None:
+    """Refuse to train on a target that cannot draft for itself (`SharedBlocks`)."""
+    if model.device.type != "meta":  # a plan builds heads without any values to compare
+        SharedBlocks(model, head.taps[0])
 
 
-FAMILY = Family(settings=EarlyExitSettings, build=EarlyExit, propose=EarlyExitChain, start=check_exit)
+FAMILY = Family(settings=EarlyExitSettings, build=EarlyExit, propose=EarlyExitChain, start=check_parts)

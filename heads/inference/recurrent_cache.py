@@ -45,23 +45,18 @@ class _History:
     base: list[int]
     states: list[State]
     prompt: tuple[Mixer, Tensor] | None = None  # read at once, with `states[0]` its end: how to read its beginning again
-    after_prompt: tuple[list[int], State] | None = None  # where the rows went on, and the states there
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         self.base = [self.base[row] for row in rows]
         self.states = [_rows(state, rows) for state in self.states]
         if self.prompt is not None:
             self.prompt = (self.prompt[0], self.prompt[1][list(rows)])
-        if self.after_prompt is not None:
-            starts, state = self.after_prompt
-            self.after_prompt = ([starts[row] for row in rows], _rows(state, rows))
 
 
 class RecurrentCache(RowCache):
     """A `RowCache` that also keeps the states of mixers.
 
-    A row may go back to the start of the last forward or to what `keep_states_from` names, to any later position, and to the
-    end of its prompt.
+    A row may go back to the start of the last forward or to what `keep_states_from` names, and to any later position.
     """
 
     takes_rows = False  # the histories of a batch begin together
@@ -171,7 +166,6 @@ class RecurrentCache(RowCache):
         if history.prompt is not None:
             history.states = [self._within_prompt(history, starts, slot)]
             history.base, history.prompt = list(starts), None
-            history.after_prompt = (history.base, history.states[0])
             return
         entries = [start - base for start, base in zip(starts, history.base, strict=True)]
         if min(entries) == max(entries) == len(history.states) - 1:
@@ -180,17 +174,11 @@ class RecurrentCache(RowCache):
                 history.states = history.states[count:]
                 history.base = [base + count for base in history.base]
             return
-        states = history.states
-        if history.after_prompt is not None:
-            states = [*states, history.after_prompt[1]]
         for row, (start, entry) in enumerate(zip(starts, entries, strict=True)):
-            if 0 <= entry < len(history.states):
-                continue
-            if history.after_prompt is None or history.after_prompt[0][row] != start:
+            if not 0 <= entry < len(history.states):
                 kept = range(history.base[row], history.base[row] + len(history.states))
                 raise ValueError(f"row {row} goes on at {start}; states are kept for {kept[0]} to {kept[-1]}")
-            entries[row] = len(history.states)
-        history.base, history.states = list(starts), [_gather(states, entries)]
+        history.base, history.states = list(starts), [_gather(history.states, entries)]
 
     def _within_prompt(self, history: _History, starts: Sequence[int], slot: MixerSlot) -> State:
         assert history.prompt is not None

@@ -160,17 +160,24 @@ def origins_of_any_depth(batch: Batch, num_depths: int) -> tuple[Tensor, Tensor]
     and for each flat place b * T + j of such an origin its flat place b * X + x in there, `[B * T]`, 0 for others.
     """
     num_rows, T = batch.on_host.input_ids_BT.shape
-    is_origin_P = torch.zeros(num_rows * T, dtype=torch.bool)
-    for depth in range(num_depths):
-        is_origin_P[labelled_origins(batch, depth)] = True
-    is_origin_BT = is_origin_P.unflatten(0, (num_rows, T))
-    found, places = is_origin_BT.nonzero(as_tuple=True)
-    order_BT = is_origin_BT.cumsum(1) - 1
-    num_chosen = max(1, int(order_BT.max()) + 1)
-    origins_BX = order_BT.new_zeros(num_rows, num_chosen)
-    origins_BX[found, order_BT[found, places]] = places
-    chosen_places_P = torch.where(is_origin_BT, order_BT + num_chosen * torch.arange(num_rows).unsqueeze(1), 0).flatten()
+    origins_N = torch.cat([labelled_origins(batch, depth) for depth in range(num_depths)]).unique()
+    rows_N, columns_N, origins_BX = by_row(origins_N, num_rows, T)
+    chosen_places_P = origins_N.new_zeros(num_rows * T)
+    chosen_places_P[origins_N] = rows_N * origins_BX.shape[1] + columns_N
     return origins_BX, chosen_places_P
+
+
+def by_row(places_N: Tensor, num_rows: int, T: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the row and the column of each flat place b * T + t, which rise, in the last result: places t by row, `[B, X]`.
+
+    X is at least 1, and shorter rows end in zeros.
+    """
+    rows_N = places_N // T
+    counts_B = torch.bincount(rows_N, minlength=num_rows)
+    columns_N = torch.arange(len(rows_N)) - (counts_B.cumsum(0) - counts_B)[rows_N]
+    places_BX = places_N.new_zeros(num_rows, max(1, int(counts_B.max())))
+    places_BX[rows_N, columns_N] = places_N % T
+    return rows_N, columns_N, places_BX
 
 
 def before_labels(batch: Batch) -> Tensor:

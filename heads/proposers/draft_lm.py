@@ -103,7 +103,7 @@ class DraftLM:
         self._proposed_from = list(self._cached)  # what another draft proposes next is not in the cache
 
     def discard_drafts(self, rows: Sequence[int]) -> None:
-        """Forget the last proposal in these rows, for which another's drafts were verified. Comes before `commit`."""
+        """See `heads.proposers.protocol.Overrulable`."""
         for row in rows:
             self._cached[row] = min(self._cached[row], self._proposed_from[row])
 

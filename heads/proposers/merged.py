@@ -17,13 +17,14 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
 from heads.device import RowInts, Rows, on_host, row_ints, row_tensor
 from heads.frozen.hidden_states import TargetStates
-from heads.proposers.draft_lm import DraftLM
 from heads.proposers.protocol import (
     LearningProposer,
     LooksUp,
+    Overrulable,
     Proposal,
     Proposer,
     RoundInputs,
+    TargetReader,
     Tokens,
     TreeProposer,
     deterministic_proposal,
@@ -52,7 +53,8 @@ class LookupFirst:
         self.lookup, self.draft, self.vocab_size, self.num_drafts = lookup, draft, vocab_size, num_drafts
         self.taps = draft.taps
         self._read: list[int] = []  # by row: its tokens when the draft was last run
-        self._overruled: list[int] = []  # rows whose drafts of this round were dropped for the lookup's
+        if isinstance(draft, TargetReader):
+            self.forward_states = draft.forward_states
 
     def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
         self.lookup.start(tokens, capacity, states)
@@ -62,14 +64,14 @@ class LookupFirst:
     def propose(self, inputs: RoundInputs, num_tokens: int, sampling: SamplingConfig, *, keep_logits: bool) -> Proposal:
         found = self.lookup.look_up(inputs.tokens, num_tokens)
         behind = max(length - read for length, read in zip(inputs.lengths.host, self._read, strict=True))
-        self._overruled = []
         if all(found) and behind + num_tokens < MAX_BEHIND:
             proposal = deterministic_proposal(found, self.lookup.device)
             return proposal if sampling.temperature == 0 else replace(proposal, probs_BGV=self._points(proposal.tokens_BG))
         most = num_tokens if self.num_drafts is None else min(num_tokens, self.num_drafts)
         own = self.draft.propose(inputs, most, sampling, keep_logits=False)
         self._read = list(inputs.lengths.host)
-        self._overruled = [number for number, row in enumerate(found) if row]
+        if isinstance(self.draft, Overrulable) and (overruled := [number for number, row in enumerate(found) if row]):
+            self.draft.discard_drafts(overruled)
         return self._chosen(deterministic_proposal(found, self.lookup.device), own)
 
     def _chosen(self, found: Proposal, own: Proposal) -> Proposal:
@@ -95,8 +97,6 @@ class LookupFirst:
         return points_BGV.scatter_(-1, tokens_BG.unsqueeze(-1), 1.0)
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
-        if self._overruled and isinstance(self.draft, DraftLM):
-            self.draft.discard_drafts(self._overruled)
         for each in (self.lookup, self.draft):
             each.commit(num_accepted, states)
 
@@ -120,6 +120,8 @@ class MergedDrafts:
     """
 
     def __init__(self, drafts: Sequence[Proposer], device: torch.device) -> None:
+        if any(isinstance(draft, TargetReader) for draft in drafts):
+            raise InputError("an early exit, which goes on in the target's own cache, is not merged with other drafts")
         self.drafts, self.device = list(drafts), device
         self.taps = sorted({tap for draft in drafts for tap in draft.taps})
         self.num_trees = len(self.drafts)

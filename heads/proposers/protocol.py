@@ -21,7 +21,7 @@ from heads.device import RowInts, Rows, row_tensor, upload
 from heads.frozen.hidden_states import TargetStates
 from heads.inference.causal_lm import MediaInputs
 from heads.inference.kv_cache import RowCache
-from heads.sampling.counter_rng import ChainUniforms, CounterRNG, chain_uniforms
+from heads.sampling.draws import ChainUniforms, CounterRNG, chain_uniforms
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention
 
 Tokens = Sequence[Sequence[int]]  # committed ids by row, on the host: prompt and answer so far, the pending token last
@@ -148,6 +148,14 @@ class LooksUp(Proposer):
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
         """Do nothing: the accepted tokens are read from the text in the next round."""
+
+
+@runtime_checkable
+class Overrulable(Proposer, Protocol):
+    """A draft that keeps what it has computed of its own drafts."""
+
+    def discard_drafts(self, rows: Sequence[int]) -> None:
+        """Forget the last proposal in these rows, in which another's drafts are verified. Comes before that."""
 
 
 @runtime_checkable

@@ -154,13 +154,6 @@ class SuffixAutomaton:
         return len(self._next) - 1
 
 
-class Place(NamedTuple):
-    """Where a text ends: its longest suffix that occurs before in itself, and in earlier answers."""
-
-    own: Match
-    past: Match
-
-
 class SuffixText:
     """A text as far as it was read, beside an automaton of earlier answers, which must not grow meanwhile."""
 
@@ -176,32 +169,20 @@ class SuffixText:
             self._past = self._memory.follow(self._past, token)
             self.num_read += 1
 
-    def end(self) -> Place:
-        """Return the end of what was read."""
-        return Place(self._own.cut(self._own.longest(self._end)), self._past)
-
-    def after(self, place: Place, token: int) -> Place:
-        """Return where a text ends that goes on from a place with a token, which is not read."""
-        return Place(self._own.follow(place.own, token), self._memory.follow(place.past, token))
-
-    def probabilities(self, place: Place) -> dict[int, float]:
-        """Return the probabilities of the likeliest tokens after a place; they add up to 1 at most."""
-        return interpolated(self._own.contexts(place.own), self._memory.contexts(place.past))
-
     def drafts(self, num_tokens: int) -> tuple[list[int], float]:
         """Return up to `num_tokens` likeliest tokens, and how many of them are expected to be accepted."""
-        place = self.end()
+        own, past = self._own.cut(self._own.longest(self._end)), self._past
         drafts: list[int] = []
         probability, expected = 1.0, 0.0
         while len(drafts) < num_tokens:
-            probs = self.probabilities(place)
+            probs = interpolated(self._own.contexts(own), self._memory.contexts(past))
             token = max(probs, key=probs.__getitem__, default=-1)
             probability *= probs.get(token, 0.0)
             if probability < MIN_PROBABILITY:
                 break
             drafts.append(token)
             expected += probability
-            place = self.after(place, token)
+            own, past = self._own.follow(own, token), self._memory.follow(past, token)
         return drafts, expected
 
 

@@ -14,7 +14,7 @@ from distill.generation.prompts import Prompt
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, DistributionComparison, Generation, Round, Timing
 from eval.measure.suite import Suite
 from eval.report.schema import Report
-from heads.sampling.probabilities import token_probabilities
+from heads.sampling.draws import token_probabilities
 from tests.support.reports import report_of
 
 CATEGORIES = ("writing", "coding", "maths", "reasoning")

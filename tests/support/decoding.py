@@ -2,19 +2,6 @@
 
 import torch
 
-from configs.schema.heads import (
-    DFlash2Settings,
-    DFlashSettings,
-    DominoSettings,
-    DSparkSettings,
-    Eagle3Settings,
-    EarlyExitSettings,
-    HydraSettings,
-    MedusaSettings,
-    MtpSettings,
-    PEagleSettings,
-    XPressSettings,
-)
 from eval.decoder.decode import Request, decode
 from eval.stats import GTest, g_test
 from heads.artifact import Draft
@@ -22,26 +9,17 @@ from heads.families.registry import FAMILIES
 from heads.metadata import Metadata
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.lookup import PromptLookup
-from tests.support.family_checks import build
+from tests.support.family_checks import SETTINGS, build
 
 PROMPTS = [[7, 12, 3], [20, 9, 9, 31, 5, 6], [40], [11, 12, 13, 11, 12, 13, 11, 12]]
-# For targets of four blocks; every way in which a family drafts.
+# For targets of four blocks; every way in which a family drafts. With fewer passes than drafts, XPress' last drafts rest on
+# tokens of an earlier pass.
 HEADS = {
-    "medusa": MedusaSettings(kind="medusa", num_depths=4),
-    "hydra": HydraSettings(kind="hydra", num_depths=3, prefix_attention=True),
-    "eagle3": Eagle3Settings(kind="eagle3", num_depths=3, taps=[1, 2, 3]),
-    "mtp": MtpSettings(kind="mtp", num_depths=3, shared_depths=True),
-    "mtp_by_depth": MtpSettings(kind="mtp", num_depths=3, shared_depths=False),
-    "peagle": PEagleSettings(kind="peagle", num_depths=4, num_layers=2, taps=[1, 2, 3], mask_token_id=0),
-    "dflash": DFlashSettings(kind="dflash", block_size=5, taps=[1, 2, 3], mask_token_id=0),
-    "dspark": DSparkSettings(kind="dspark", block_size=4, taps=[1, 2, 3], mask_token_id=0, markov_rank=8),
-    "dflash2": DFlash2Settings(
-        kind="dflash2", block_size=4, taps=[1, 2, 3], mask_token_id=0, conv_group_size=8, selector_rank=4, selector_top_k=2
-    ),
-    # With fewer passes than drafts, the last drafts rest on tokens of an earlier pass.
-    "domino": DominoSettings(kind="domino", block_size=4, taps=[1, 2, 3], mask_token_id=0, gru_hidden_dim=8, emb_dim=4),
-    "xpress": XPressSettings(kind="xpress", block_size=4, taps=[1, 2, 3], mask_token_id=0, xpress_rank=8, num_jacobi_passes=1),
-    "early_exit": EarlyExitSettings(kind="early_exit", taps=[2], num_depths=4),
+    **{kind: SETTINGS[kind] for kind in ("medusa", "eagle3", "mtp", "peagle", "dflash", "dspark", "dflash2", "domino")},
+    "hydra": SETTINGS["hydra, prefix"],
+    "mtp_by_depth": SETTINGS["mtp, a module a depth"],
+    "xpress": SETTINGS["xpress"].model_copy(update={"num_jacobi_passes": 1}),
+    "early_exit": SETTINGS["early_exit"],
 }
 
 

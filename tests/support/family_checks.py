@@ -4,7 +4,7 @@ Targets are tiny random models of the four families of transformers that heads m
 fair demand. B batch, T positions, G drafted tokens, W draft vocabulary, V target vocabulary.
 """
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPTNeoXConfig, LlamaConfig, Qwen3Config
@@ -28,12 +28,13 @@ from configs.schema.training import LossConfig
 from distill.loss.objectives import HeadObjective
 from eval.decoder.decode import generate
 from heads.artifact import load_draft
+from heads.device import row_ints
 from heads.families.registry import FAMILIES, serve
 from heads.frozen.hidden_states import forward_states, read_states
 from heads.inference.causal_lm import new_cache
 from heads.modules.interface import NO_DOCUMENT, Batch
-from heads.proposers.protocol import RoundInputs
-from heads.sampling.counter_rng import CounterRNG
+from heads.proposers.protocol import RoundInputs, TargetReader
+from heads.sampling.draws import CounterRNG
 from heads.vocabulary import DraftVocabulary
 from tests.support.artifacts import save_artifact
 
@@ -193,18 +194,36 @@ def trained_logits(head, model, tokens, drafts):
     return torch.stack(by_depth, 1)
 
 
+class Rounds:
+    """A proposer's rounds by hand: what the decoder does between proposals, with the target's states as it reads them."""
+
+    def __init__(self, proposer, model, capacity=64):
+        self.proposer, self.cache, self.capacity = proposer, new_cache(model, capacity), capacity
+        self.read = proposer.forward_states if isinstance(proposer, TargetReader) else partial(forward_states, model)
+
+    def start(self, tokens):
+        """Read the prompts, all but the last token of each row."""
+        prompts = [row[:-1] for row in tokens]
+        self.proposer.start(tokens, self.capacity, self.states(prompts, [0] * len(tokens)))
+
+    def commit(self, tokens, drafts, num_accepted):
+        """Read each row's last token and its drafts, and say how many of these stay."""
+        rows = [[row[-1], *drafted] for row, drafted in zip(tokens, drafts, strict=True)]
+        self.proposer.commit(num_accepted, self.states(rows, [len(row) - 1 for row in tokens]))
+
+    def states(self, rows, starts):
+        longest = max(map(len, rows))
+        ids_BT = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+        return self.read(self.cache, ids_BT, row_ints(starts, ids_BT.device), self.proposer.taps)
+
+
 @torch.no_grad()
 def assert_drafts_as_trained(head, model, num_tokens=3, tolerance=1e-6):
     """The logits drafted from are those of the training forward, in every round of ragged rows that also leave."""
     proposer = FAMILIES[head.settings.kind].propose(head, model.device)
-    generator = torch.Generator().manual_seed(2)
-    tokens, capacity = [list(prompt) for prompt in PROMPTS], 64
-    target_cache = new_cache(model, capacity)
-    longest = max(map(len, tokens))
-    ids_BT = torch.tensor([row + [0] * (longest - len(row)) for row in tokens])
-    states = forward_states(model, target_cache, ids_BT, [0] * len(tokens), head.taps)
+    rounds, generator, tokens = Rounds(proposer, model), torch.Generator().manual_seed(2), [list(prompt) for prompt in PROMPTS]
     _extend(tokens, [[]] * len(tokens), generator)
-    proposer.start(tokens, capacity, states)
+    rounds.start(tokens)
     rng = CounterRNG(0, range(len(tokens)), model.device)
     for num_accepted, staying in ROUNDS:
         proposal = proposer.propose(RoundInputs.of(tokens, rng), num_tokens, SamplingConfig(), keep_logits=True)
@@ -213,12 +232,10 @@ def assert_drafts_as_trained(head, model, num_tokens=3, tolerance=1e-6):
         drafted_BGW = proposal.logits_BGV if head.token_ids_W is None else proposal.logits_BGV[..., head.token_ids_W]
         expected_BGW = trained_logits(head, model, tokens, drafts)
         torch.testing.assert_close(drafted_BGW, expected_BGW, atol=tolerance, rtol=tolerance)
-        read_BT = torch.cat([torch.tensor([[row[-1]] for row in tokens]), proposal.tokens_BG], 1)
-        states = forward_states(model, target_cache, read_BT, [len(row) - 1 for row in tokens], head.taps)
-        proposer.commit(num_accepted, states)
+        rounds.commit(tokens, drafts, num_accepted)
         _extend(tokens, [row[:kept] for row, kept in zip(drafts, num_accepted, strict=True)], generator)
         tokens = [tokens[row] for row in staying]
-        for each in (target_cache, rng, proposer):
+        for each in (rounds.cache, rng, proposer):
             each.keep_rows(staying)
 
 
@@ -305,10 +322,8 @@ def assert_comes_back(folder, head, target, vocabulary=None, vocab_size=VOCAB_SI
 @torch.no_grad()
 def first_drafts(target, proposer):
     """Return the tokens and logits of the first proposal."""
-    tokens = [[*prompt, 1] for prompt in PROMPTS]
-    longest = max(map(len, PROMPTS))
-    ids_BT = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in PROMPTS])
-    proposer.start(tokens, 32, read_states(target.model, ids_BT, proposer.taps))
+    tokens, rounds = [[*prompt, 1] for prompt in PROMPTS], Rounds(proposer, target.model)
+    rounds.start(tokens)
     rng = CounterRNG(0, range(len(tokens)), target.device)
     proposal = proposer.propose(RoundInputs.of(tokens, rng), 3, SamplingConfig(), keep_logits=True)
     return proposal.tokens_BG, proposal.logits_BGV

@@ -152,7 +152,7 @@ def count_round(kind, target, temperature):
     run, launches = run_under_way(kind, target, temperature), Launches()
     forward = runner_of(target.model).current
     uncounted = launches.without(run.proposer, "commit"), launches.without(forward, "hidden")
-    as_on_a_gpu = mock.patch("heads.sampling.probabilities.keeps_small_tensors_near", return_value=False)
+    as_on_a_gpu = mock.patch("heads.sampling.draws.keeps_small_tensors_near", return_value=False)
     with torch.inference_mode(), as_on_a_gpu, uncounted[0], uncounted[1], launches.counting():
         run.round()
     return launches

@@ -4,6 +4,8 @@ import dataclasses
 
 import torch
 
+from heads.proposers.protocol import TargetReader
+
 HEADS = {
     "medusa": {"kind": "medusa", "num_depths": 3},
     "hydra": {"kind": "hydra", "num_depths": 3},
@@ -22,6 +24,8 @@ class Misled:
         self.proposer, self.taps = proposer, proposer.taps
         self.tokens, self.states = tokens, states
         self.keep_rows = proposer.keep_rows
+        if isinstance(proposer, TargetReader):
+            self.forward_states = proposer.forward_states
 
     def start(self, tokens, capacity, states):
         self.proposer.start(tokens, capacity, self.states(states))

@@ -90,7 +90,7 @@ HELD_OUT = {"num_prompts": 4, "decode": {"num_speculative_tokens": 3, "max_new_t
 
 
 def heads_config(target, data, output, **more):
-    common = {"head": HEADS[0], "schedule": SCHEDULE, "held_out": HELD_OUT, "sanity": {"learning_rate": 1e-2}}
+    common = {"head": HEAD, "schedule": SCHEDULE, "held_out": HELD_OUT, "sanity": {"learning_rate": 1e-2}}
     return HeadsConfig.model_validate(
         {"target": target, "data": data, "num_speculative_tokens": 3, "output": str(output)} | common | more
     )
@@ -101,15 +101,14 @@ def outcome(output):
     return load_file(output / "artifact" / "model.safetensors"), kept["best_score"]
 
 
-HEADS = [{"kind": "eagle3", "taps": TAPS, "num_depths": 3}, {"kind": "early_exit", "taps": [1]}]
+HEAD = {"kind": "eagle3", "taps": TAPS, "num_depths": 3}
 
 
-@pytest.mark.parametrize("head", HEADS, ids=["eagle3", "early_exit"])
-def test_a_head_trained_from_servers_is_the_one_trained_from_the_local_target(tmp_path, settings, data, servers, disk, head):
+def test_a_head_trained_from_servers_is_the_one_trained_from_the_local_target(tmp_path, settings, data, servers, disk):
     local = {name: value for name, value in settings.items() if name != "states"}
     for name, target in (("local", local), ("served", settings)):
         torch.manual_seed(0)
-        assert run_heads(heads_config(target, data, tmp_path / name, head=head)) == 0
+        assert run_heads(heads_config(target, data, tmp_path / name, head=HEAD)) == 0
     (expected, tau), (found, served_tau) = outcome(tmp_path / "local"), outcome(tmp_path / "served")
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert served_tau == tau > 1

@@ -5,7 +5,7 @@ import torch
 
 from configs.schema.decoding import SamplingConfig
 from distill.generation.continuation import Request, continue_requests
-from heads.sampling.probabilities import token_probabilities
+from heads.sampling.draws import token_probabilities
 from tests.support.writing import continue_tokens
 
 

@@ -14,7 +14,7 @@ from distill.loss import fused
 from distill.loss.divergences import DIVERGENCES, configured_divergence, cross_entropy, forward_kl
 from distill.loss.fused import DraftRows, LogitHead, TargetRows, compare, fused_loss, model_head, normalise
 from heads.inference.causal_lm import HeadRows, head_logits
-from heads.sampling.probabilities import BLOCK
+from heads.sampling.draws import BLOCK
 from tests.support import family_checks as checks
 from tests.support.losses import linear_head, random_logits, textbook
 

@@ -34,7 +34,7 @@ from eval.decoder.lossy import (
 from eval.decoder.rules import CANDIDATE_RULES, match_tree, verify_block, verify_greedy, verify_tokens, verify_tree
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.lookup import PromptLookup
-from heads.sampling.probabilities import token_probabilities
+from heads.sampling.draws import token_probabilities
 from tests.support.decoding import assert_same_alone, requests_for
 from tests.support.enumeration import SIBLINGS, enumerate_rule, enumerate_tree, random_toy, tokens_of
 from tests.support.evaluations import measure

@@ -19,11 +19,11 @@ from configs.schema.decoding import ConfidenceStopping, DecodeConfig, DynamicTre
 from eval.decoder import plain
 from eval.decoder.decode import Request, decode, generate
 from eval.decoder.rules import ChainVerification
-from heads.families.early_exit import early_exit
+from heads.families.early_exit import part_of
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.lookup import PromptLookup, SuffixLookup
 from heads.proposers.merged import LookupFirst, MergedDrafts
-from heads.sampling.counter_rng import request_number
+from heads.sampling.draws import request_number
 from tests.support import family_checks as checks
 from tests.support.corrected import corrected
 from tests.support.decoding import HEADS, assert_same_alone, head_proposer
@@ -43,14 +43,14 @@ SHAPES = {
 }
 STOPPING = ConfidenceStopping(rule="confidence", threshold=0.05)
 OTHERS = {
-    "draft_lm": lambda model: DraftLM(early_exit(model, 2), 64),
+    "draft_lm": lambda model: DraftLM(part_of(model, 0, 2), 64),
     "prompt_lookup": lambda model: PromptLookup(model.device),
     "suffix_lookup": lambda model: SuffixLookup(model.device),
-    "lookup_first": lambda model: LookupFirst(PromptLookup(model.device), DraftLM(early_exit(model, 2), 64), 64, num_drafts=2),
+    "lookup_first": lambda model: LookupFirst(PromptLookup(model.device), DraftLM(part_of(model, 0, 2), 64), 64, num_drafts=2),
     "merged": lambda model: MergedDrafts(
         [
             PromptLookup(model.device),
-            DraftLM(early_exit(model, 2), 64),
+            DraftLM(part_of(model, 0, 2), 64),
             *(head_proposer(each, model) for each in ("eagle3", "peagle")),
         ],
         model.device,

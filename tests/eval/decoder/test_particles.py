@@ -14,7 +14,7 @@ from eval.decoder.particles import ParticleRun, choose, resample, systematic_anc
 from eval.decoder.request import BatchRow
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.lookup import PromptLookup
-from heads.sampling.probabilities import token_probabilities
+from heads.sampling.draws import token_probabilities
 from tests.support import distribution_checks as checks
 from tests.support.decoding import requests_for
 

@@ -27,8 +27,7 @@ from eval.decoder.rules import (
 )
 from heads.proposers.builders import ChainBuilder
 from heads.proposers.protocol import RoundInputs
-from heads.sampling.counter_rng import CounterRNG
-from heads.sampling.probabilities import draw
+from heads.sampling.draws import CounterRNG, draw
 from tests.support.enumeration import (
     SIBLINGS,
     compare,

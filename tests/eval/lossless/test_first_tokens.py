@@ -21,7 +21,7 @@ from eval.lossless.teacher_forcing import answer_logits, pair_answers
 from eval.lossless.verdict import MIN_EXPECTED, check_first_tokens, choose_start, find_cells, judge_lossless
 from eval.report.text import headline
 from heads.proposers.draft_lm import DraftLM
-from heads.sampling.probabilities import token_probabilities
+from heads.sampling.draws import token_probabilities
 from tests.support.family_configs import VOCAB_SIZE, tiny_model
 from tests.support.reports import changed
 

@@ -1,35 +1,10 @@
-"""Attention of many blocks is that under a dense mask over the row and all blocks; anchors are where blocks are drafted."""
+"""Anchors are where blocks are drafted, each as often as every other."""
 
 import pytest
 import torch
-from torch.nn import functional
 
-from heads.families.dflash import choose_anchors, mix_blocks
-from heads.modules.attention import Ranges
+from heads.families.dflash import choose_anchors
 from heads.modules.interface import NO_DOCUMENT, Batch
-
-B, T, A, S, H = 2, 7, 3, 4, 8
-
-
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-def test_values_and_gradients_are_those_of_a_dense_mask_over_the_row_and_all_blocks(num_kv_heads):
-    torch.manual_seed(0)
-    sizes = [(4, A * S), *((num_kv_heads, length) for length in (T, T, A * S, A * S))]
-    parts = [torch.randn(B, heads, length, H, dtype=torch.float64, requires_grad=True) for heads, length in sizes]
-    q_BNXH, k_context, v_context, k_own, v_own = parts
-    # Blocks at three places a row; the last block of the second row is padding and sees nothing.
-    first_BA, end_BA = torch.tensor([[0, 0, 4], [0, 2, 0]]), torch.tensor([[2, 3, 6], [1, 5, 0]])
-    ranges = Ranges(first_BX=first_BA.repeat_interleave(S, 1), end_BX=end_BA.repeat_interleave(S, 1))
-    mixed = mix_blocks(q_BNXH, (k_context, v_context), (k_own, v_own), ranges, S)
-    visible_BAT = (torch.arange(T) >= first_BA.unsqueeze(-1)) & (torch.arange(T) < end_BA.unsqueeze(-1))
-    own_BXX = torch.block_diag(*[torch.ones(S, S)] * A).bool().expand(B, -1, -1)
-    mask_B1XS = torch.cat([visible_BAT.repeat_interleave(S, 1), own_BXX], -1).unsqueeze(1)
-    keys, values = torch.cat([k_context, k_own], 2), torch.cat([v_context, v_own], 2)
-    expected = functional.scaled_dot_product_attention(q_BNXH, keys, values, attn_mask=mask_B1XS, enable_gqa=True)
-    torch.testing.assert_close(mixed, expected)
-    ahead = torch.randn_like(mixed)
-    torch.testing.assert_close(torch.autograd.grad(mixed, parts, ahead), torch.autograd.grad(expected, parts, ahead))
-
 
 # Two documents and padding; a prompt, an answer; a prompt, an answer that is broken off by another turn's prompt.
 DOCUMENTS = [0] * 7 + [1] * 9 + [NO_DOCUMENT] * 2

@@ -18,7 +18,7 @@ from heads.inference.causal_lm import head_logits
 from heads.modules.interface import flat
 from heads.proposers.builders import ChainBuilder
 from heads.proposers.protocol import RoundInputs
-from heads.sampling.counter_rng import CounterRNG
+from heads.sampling.draws import CounterRNG
 from tests.support.family_checks import (
     CONFIGS,
     PROMPTS,
@@ -227,15 +227,6 @@ def test_logits_are_corrected_by_the_texts_tokens_before_each_slot(kind, from_an
     assert checked > 20
 
 
-@pytest.mark.parametrize("kind", ["dspark", "domino"])
-@torch.no_grad()
-def test_an_untrained_correction_leaves_the_blocks_logits_as_they_are(kind):
-    model = tiny_target("llama")
-    head = build(SETTINGS[kind], model, stir=0.0)
-    for depth in head(*inputs_of(model, PROMPTS, head.taps)):
-        torch.testing.assert_close(depth.logits_of(depth.hidden_ND), head.lm_head.logits(depth.hidden_ND[:, :32]))
-
-
 def proposal_of(head, model, temperature, num_tokens):
     proposer = FAMILIES[head.settings.kind].propose(head, model.device)
     tokens = [[*PROMPTS[0], 5], [*PROMPTS[0], 9]]
@@ -274,7 +265,9 @@ def test_the_estimates_of_a_dspark_proposal_are_those_of_the_training_forward(mo
 # --- further terms of the loss ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "weight", "first"), [("dflash2", "unary_weight", 0), ("domino", "base_weight", 1)])
+@pytest.mark.parametrize(
+    ("kind", "weight", "first"), [("dflash2", "unary_weight", 0), ("domino", "base_weight", 1), ("xpress", "base_weight", 0)]
+)
 def test_the_logits_without_correction_are_trained_beside_those_with_it(kind, weight, first, as_target):
     target = as_target(tiny_target("llama"))
     settings = SETTINGS[kind].model_copy(update={"position_decay": 4.0})
@@ -314,29 +307,3 @@ def test_an_estimate_costs_its_cross_entropy_with_the_acceptance_and_no_gradient
     for gradient, other, difference in zip(gradients, own, wanted, strict=True):
         difference = torch.zeros_like(gradient) if difference is None else difference
         torch.testing.assert_close(gradient - other, difference, atol=1e-6, rtol=1e-4)
-
-
-def test_xpress_is_trained_before_the_refiner_and_on_its_own_tokens_too(as_target):
-    model, prompt = tiny_target("llama"), PROMPTS[1]
-    weights = {"consistency_weight": 0.4, "consistency_passes": 2, "base_weight": 0.7, "num_anchors": 50, "position_decay": 4.0}
-    head = build(XPRESS.model_copy(update=weights), model).train()
-    silent = build(XPRESS.model_copy(update=weights | {"consistency_weight": 0.0, "base_weight": 0.0}), model).train()
-    batch, states = inputs_of(model, [prompt], head.taps)
-    loss, without = (HeadObjective(each, as_target(model), LossConfig())(batch, states).loss for each in (head, silent))
-    depths, expected = head.eval()(batch, states), 0.0
-    with torch.no_grad():
-        for anchor in range(1, len(prompt) - 1):
-            states_SD = block_of(head, model, prompt, anchor)
-            base_GV = head_logits(model, states_SD[1:])
-            stages, drafted = [(0.7, base_GV)], base_GV.argmax(-1).tolist()
-            for _ in range(2):
-                logits_GV = base_GV + refined(head, states_SD, [*prompt[anchor - 1 : anchor + 1], *drafted[:-1]])[1:]
-                stages.append((0.2, logits_GV))
-                drafted = logits_GV.argmax(-1).tolist()
-            for depth in range(min(XPRESS.block_size, len(prompt) - anchor) - 1):
-                p_V = head_logits(model, states.final_BTE[0, anchor + depth]).log_softmax(-1)
-                for weight, logits_GV in stages:
-                    q_V = logits_GV[depth].log_softmax(-1)
-                    expected += weight * depths[depth].weight * (p_V.exp() * (p_V - q_V)).sum()
-    expected = expected / sum(depth.weight for depth in depths)
-    torch.testing.assert_close((loss - without).detach(), expected, check_dtype=False, atol=1e-5, rtol=1e-4)

@@ -9,12 +9,13 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.heads import EarlyExitSettings
 from eval.decoder.decode import decode
-from heads.families.early_exit import SharedBlocks, early_exit
+from heads.families.early_exit import part_of
 from heads.families.registry import FAMILIES, serve
 from heads.frozen.hidden_states import blocks, final_norm, read_states
+from heads.inference.runner import runner_of
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.lookup import PromptLookup
-from heads.proposers.merged import LookupFirst
+from heads.proposers.merged import LookupFirst, MergedDrafts
 from tests.support import family_checks as checks
 from tests.support.decoding import requests_for
 from tests.support.family_configs import tiny_model
@@ -37,7 +38,7 @@ def rounds_of(target, config, proposer):
 def test_untrained_it_drafts_as_self_speculation_does(name, temperature, as_target):
     target = as_target(checks.tiny_target(name))
     config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=16, temperature=temperature)
-    expected = rounds_of(target, config, DraftLM(early_exit(target.model, 2), 64))
+    expected = rounds_of(target, config, DraftLM(part_of(target.model, 0, 2), 64))
     assert rounds_of(target, config, proposer_of(target.model, stir=0.0)) == expected
     assert len({each.num_accepted for rounds in expected for each in rounds}) > 1
 
@@ -59,25 +60,26 @@ def test_a_batch_that_broke_off_in_the_middle_of_a_round_leaves_nothing_behind(a
     config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=16)
     expected = rounds_of(target, config, proposer)
     with monkeypatch.context() as patched:
-        patched.setattr(proposer._shared, "late", None)  # the draft's blocks run, the others fail
+        patched.setattr(proposer._blocks, "late", None)  # the draft's blocks run, the others fail
         with pytest.raises(TypeError):
             rounds_of(target, config, proposer)
     assert rounds_of(target, config, proposer) == expected
     gc.collect()
-    assert not proposer._shared.has_cache  # which goes with the batch that it was for
+    assert proposer._blocks._cache() is None  # which goes with the batch that it was for
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])  # the blocks of GPT-2 do not run in two parts
-def test_after_a_lookup_it_has_a_cache_of_its_own_and_loses_nothing(name, as_target):
-    target = as_target(checks.tiny_target(name) if name in checks.CONFIGS else tiny_model(name))
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_after_a_lookup_it_loses_nothing(name, as_target):
+    target = as_target(checks.tiny_target(name))
     proposer = proposer_of(target.model)
-    plain = DecodeConfig(num_speculative_tokens=0, max_new_tokens=16)
+    plain = DecodeConfig(num_speculative_tokens=0, max_new_tokens=16, batch_size=3)
     prompts = requests_for([[*prompt, 9, *prompt] for prompt in checks.PROMPTS])
     expected = [generation.tokens for generation in decode(target, prompts, plain)[0]]
     config = plain.model_copy(update={"num_speculative_tokens": 3})
     for draft in (proposer, LookupFirst(PromptLookup(target.device), proposer, 64), proposer):
-        decode(target, prompts, config.model_copy(update={"max_new_tokens": 1}), proposer)  # which ends before a round
         assert [generation.tokens for generation in decode(target, prompts, config, draft)[0]] == expected
+    with pytest.raises(InputError, match="early exit"):
+        MergedDrafts([proposer, PromptLookup(target.device)], target.device)
 
 
 def test_the_forward_is_an_attention_layer_after_the_blocks_and_every_depth_the_same_function():
@@ -100,68 +102,44 @@ def test_the_forward_is_an_attention_layer_after_the_blocks_and_every_depth_the_
     assert set((trained.origins_N + 2).tolist()) == labels[0] > labels[1] > labels[2]
 
 
-@pytest.mark.parametrize("taps", [[4], [9]])
-def test_an_exit_that_leaves_no_block_to_verify_is_refused(taps):
-    settings = EarlyExitSettings(kind="early_exit", taps=taps)
-    with pytest.raises(InputError, match=f"head.taps: .* one of 1 to 3, got {taps[0]} of its 4 blocks"):
-        FAMILY.build(settings, checks.tiny_target("llama"), None)
+@pytest.mark.parametrize("name", ["smollm3", "gpt2", "opt", "falcon", "mpt", "deepseek_v3", "mellum", "gemma4_text"])
+def test_the_first_blocks_of_any_family_are_a_model_of_the_targets_own_modules(name):
+    model = tiny_model(name)
+    draft = part_of(model, 0, 2)
+    assert list(blocks(draft)) == list(blocks(model))[:2]
+    assert {id(parameter) for parameter in draft.parameters()} < {id(parameter) for parameter in model.parameters()}
+    ids_BT = torch.arange(3, 27).unsqueeze(0)  # longer than the windows
+    with torch.no_grad():
+        exit_BTE = final_norm(model)(read_states(model, ids_BT, [2]).joined_BTF)
+    torch.testing.assert_close(read_states(draft, ids_BT, []).final_BTE, exit_BTE)
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------
+
+
+def test_an_exit_that_leaves_no_block_to_verify_is_refused():
+    with pytest.raises(InputError, match=r"head.taps"):
+        FAMILY.build(EarlyExitSettings(kind="early_exit", taps=[4]), checks.tiny_target("llama"), None)
     assert FAMILY.build(EarlyExitSettings(kind="early_exit"), checks.tiny_target("llama"), None).taps == [1]
 
 
-@pytest.mark.parametrize(
-    ("name", "tap", "says"),
-    [
-        (
-            "gemma4_text",
-            1,
-            "the first 1 blocks of Gemma4ForCausalLM do not run without the others .* take another one of head.taps",
-        ),
-        ("gemma4_text", 3, "Gemma4ForCausalLM cannot draft for itself: its blocks 0 to 2, .* are no model by themselves"),
-        ("qwen2_5_vl", 1, "transformers has no causal LM with the blocks that it has"),
-    ],
-)
-def test_first_blocks_that_do_not_run_alone_are_refused_before_anything_is_trained(name, tap, says):
+@pytest.mark.parametrize(("name", "tap"), [("gemma4_text", 1), ("gemma4_text", 3), ("qwen2_5_vl", 1), ("gpt2", 2)])
+def test_a_target_whose_blocks_do_not_run_in_two_parts_is_refused_before_anything_is_trained(name, tap):
     target = tiny_model(name)
     head = FAMILY.build(EarlyExitSettings(kind="early_exit", taps=[tap]), target, None)
-    with pytest.raises(InputError, match=says):
+    with pytest.raises(InputError, match="cannot draft for itself"):
         FAMILY.start(head, target)
 
 
-# --- the target in two parts ---
-
-
-@pytest.mark.parametrize("name", checks.CONFIGS)
-def test_the_draft_is_the_targets_own_modules(name):
-    model = checks.tiny_target(name)
-    draft = early_exit(model, 2)
-    assert {id(parameter) for parameter in draft.parameters()} < {id(parameter) for parameter in model.parameters()}
-    assert list(blocks(draft)) == list(blocks(model))[:2]
-    assert model.config.get_text_config().num_hidden_layers == len(blocks(model)) == 4
-
-
-@pytest.mark.parametrize("name", ["smollm3", "gpt2", "opt", "falcon", "mpt", "deepseek_v3", "mellum", "gemma4_text"])
-def test_the_blocks_of_any_family_are_found(name):
-    model = tiny_model(name)
-    ids_BT = torch.arange(3, 27).unsqueeze(0)  # longer than the windows
-    states = read_states(model, ids_BT, [2])
-    with torch.no_grad():
-        exit_BTE = final_norm(model)(states.joined_BTF)
-    torch.testing.assert_close(read_states(early_exit(model, 2), ids_BT, []).final_BTE, exit_BTE)
-
-
-@pytest.mark.parametrize("num_layers", [0, 4, 9])
-def test_a_number_of_blocks_that_leaves_none_to_draft_or_none_to_verify_is_refused(num_layers):
-    with pytest.raises(InputError, match=f"needs 1 to 3 of the target's 4 blocks, got {num_layers}"):
-        early_exit(checks.tiny_target("llama"), num_layers)
-
-
-def test_blocks_that_are_not_the_model_in_two_parts_do_not_share_work(tiny_llama):
-    with pytest.raises(InputError, match="GPT2LMHeadModel cannot draft for itself: its blocks do not run in two parts"):
-        SharedBlocks(tiny_model("gpt2"), 2)  # which adds more than its embedding before the blocks
+def test_blocks_that_are_not_the_model_in_two_parts_or_run_elsewhere_are_refused(tiny_llama):
     model = tiny_llama(seed=1, layers=4)
-    SharedBlocks(model, 2)
+    head = FAMILY.build(SETTINGS, model, None)
+    FAMILY.start(head, model)
     model.model.register_forward_hook(
         lambda _, args, output: setattr(output, "last_hidden_state", 2 * output.last_hidden_state)
     )
     with pytest.raises(InputError, match="cannot draft for itself"):
-        SharedBlocks(model, 2)
+        FAMILY.start(head, model)
+    runner_of(model).runs_elsewhere = True
+    with pytest.raises(InputError, match=r"head.kind"):
+        FAMILY.start(head, model)

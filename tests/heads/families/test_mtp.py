@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM
 from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import MtpSettings
 from heads.families.registry import FAMILIES
-from heads.frozen.hidden_states import final_norm, read_states
+from heads.frozen.hidden_states import final_norm
 from heads.inference.runner import backbone
 from heads.proposers.protocol import RoundInputs
-from heads.sampling.counter_rng import CounterRNG
+from heads.sampling.draws import CounterRNG
 from tests.support import family_checks as checks
 
 SHARED, OWN = checks.SETTINGS["mtp"], checks.SETTINGS["mtp, a module a depth"]
@@ -114,11 +114,11 @@ def test_modules_that_did_not_read_along_stay_out(target):
     head = checks.build(OWN, target.model)
     proposer = FAMILIES["mtp"].propose(head, target.device)
     tokens, rng = [[*checks.PROMPTS[0], 1]], CounterRNG(0, [0], target.device)
-    proposer.start(tokens, 32, read_states(target.model, torch.tensor(checks.PROMPTS[:1]), ()))
-    counts = []
+    rounds, counts = checks.Rounds(proposer, target.model), []
+    rounds.start(tokens)
     for asked in (5, 1, 3):
         proposal = proposer.propose(RoundInputs.of(tokens, rng), asked, SamplingConfig(), keep_logits=False)
         counts.append(proposal.num_drafted.host)
+        rounds.commit(tokens, [[]], [0])
         tokens = [[*tokens[0], 2]]
-        proposer.commit([0], read_states(target.model, torch.tensor(tokens)[:, -2:-1], ()))
     assert counts == [[3], [1], [1]]

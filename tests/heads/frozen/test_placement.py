@@ -10,11 +10,11 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.target import TargetConfig
 from eval.decoder.decode import generate
 from eval.lossless.teacher_forcing import widened
+from heads.families.mtp import copy_block
 from heads.frozen import processes
 from heads.frozen.hidden_states import blocks, read_states
 from heads.frozen.loading import load_target
 from heads.frozen.placement import place_parts, spread_blocks
-from heads.modules.target_block import copy_block
 
 CPU = torch.device("cpu")
 

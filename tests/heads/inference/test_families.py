@@ -8,13 +8,13 @@ from functools import cache
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.decode import generate
 from heads.frozen.loading import Target
-from heads.inference.causal_lm import forward_rows, new_cache
+from heads.inference.causal_lm import forward_rows, new_cache, read_documents
 from heads.inference.model_checks import check_split
 from heads.inference.runner import first_of_equals
 from heads.proposers.draft_lm import DraftLM
@@ -122,3 +122,16 @@ def test_a_text_beyond_the_short_rotary_factors_is_refused_with_the_remedy():
     model = built("phi3, longrope")
     with pytest.raises(InputError, match=r"more than 16 tokens, and this one has 17; .*short_factor to the values of long"):
         forward_rows(model, new_cache(model, 20), torch.arange(17).unsqueeze(0), [0])
+
+
+@torch.no_grad()
+def test_padding_of_a_row_may_stand_beyond_the_context_of_a_model_with_learned_positions():
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=64, n_positions=12, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    texts = [list(range(1, 13)), list(range(30, 42))]
+    cache = new_cache(model, 16)
+    forward_rows(model, cache, torch.tensor([text[:11] for text in texts]), [0, 0])
+    hidden = forward_rows(model, cache, torch.tensor([[texts[0][11], 0, 0, 0], texts[1][5:9]]), [11, 5])
+    torch.testing.assert_close(hidden[0, 0], read_documents(model, torch.tensor(texts[:1]), None)[0, 11])
+    torch.testing.assert_close(hidden[1], read_documents(model, torch.tensor([texts[1][:9]]), None)[0, 5:])

@@ -51,32 +51,26 @@ RAGGED = [((37,), (37,)), ((5, 20, 1, 11), (30, 7)), ((16,), (1,) * 16), ((1,),)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 2), (6, 1), (3, 3)])
-@pytest.mark.parametrize("rows", RAGGED, ids=["one document", "packed", "documents of one token", "one token"])
+@pytest.mark.parametrize("rows", [*RAGGED, None], ids=["one document", "packed", "of one token", "one token", "any ranges"])
 @IN_PARTS_AND_AT_ONCE
-def test_values_sums_and_gradients_are_those_of_a_dense_causal_mask(name, heads, kv_heads, rows, at_once, monkeypatch):
+def test_values_sums_and_gradients_are_those_of_a_dense_mask(name, heads, kv_heads, rows, at_once, monkeypatch):
     monkeypatch.setattr("heads.modules.attention.AT_ONCE_IN_CACHE", at_once)
-    position_ids_BT = positions(*rows)
-    B, T = position_ids_BT.shape
-    parts, ranges = inputs(B, heads, kv_heads, T, T), causal_ranges(position_ids_BT)
-    document_ids_BT = (position_ids_BT == 0).cumsum(1)
-    visible_BTT = (document_ids_BT.unsqueeze(1) == document_ids_BT.unsqueeze(2)) & torch.ones(T, T).tril().bool()
-    found, expected = READS[name](*parts, ranges), dense(*parts, visible_BTT)
+    if rows is None:  # queries in any order
+        torch.manual_seed(1)
+        B, X, T = 2, 45, 33
+        first_BX = torch.randint(0, T, (B, X))
+        ranges = Ranges(first_BX=first_BX, end_BX=(first_BX + torch.randint(1, T, (B, X))).clamp(max=T))
+        visible_BXT = seen(ranges, T)
+    else:
+        position_ids_BT = positions(*rows)
+        (B, T), ranges = position_ids_BT.shape, causal_ranges(position_ids_BT)
+        X, document_ids_BT = T, (position_ids_BT == 0).cumsum(1)
+        visible_BXT = (document_ids_BT.unsqueeze(1) == document_ids_BT.unsqueeze(2)) & torch.ones(T, T).tril().bool()
+    parts = inputs(B, heads, kv_heads, X, T)
+    found, expected = READS[name](*parts, ranges), dense(*parts, visible_BXT)
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
     ahead = [torch.randn_like(each) for each in expected]  # the sums have gradients of their own
     gradients = [torch.autograd.grad(each, parts, ahead) for each in (found, expected)]
-    torch.testing.assert_close(*gradients, atol=1e-12, rtol=1e-12)
-
-
-@IN_PARTS_AND_AT_ONCE
-def test_queries_in_any_order_read_any_ranges(name, at_once, monkeypatch):
-    monkeypatch.setattr("heads.modules.attention.AT_ONCE_IN_CACHE", at_once)
-    B, X, T = 2, 45, 33
-    parts = inputs(B, 4, 2, X, T)
-    first_BX = torch.randint(0, T, (B, X))
-    ranges = Ranges(first_BX=first_BX, end_BX=(first_BX + torch.randint(1, T, (B, X))).clamp(max=T))
-    found, expected = READS[name](*parts, ranges), dense(*parts, seen(ranges, T))
-    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
-    gradients = [torch.autograd.grad([each.sum() for each in pair], parts) for pair in (found, expected)]
     torch.testing.assert_close(*gradients, atol=1e-12, rtol=1e-12)
 
 

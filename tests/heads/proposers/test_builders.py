@@ -12,13 +12,10 @@ import torch
 from configs.runtime.errors import InputError
 from configs.schema.decoding import ConfidenceStopping, DecodeConfig, SamplingConfig
 from heads.families.registry import FAMILIES
-from heads.frozen.hidden_states import forward_states
-from heads.inference.causal_lm import new_cache
 from heads.proposers.builders import ChainBuilder, DynamicTreeBuilder
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.protocol import RoundInputs
-from heads.sampling.counter_rng import CounterRNG, Role
-from heads.sampling.probabilities import draw, token_probabilities
+from heads.sampling.draws import CounterRNG, Role, draw, token_probabilities
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
 from heads.vocabulary import DraftVocabulary
 from tests.support import family_checks as checks
@@ -127,21 +124,11 @@ class Family:
         self.head = checks.build(checks.SETTINGS[name], self.model, vocabulary)
         self.proposer = FAMILIES[self.head.settings.kind].propose(self.head, self.model.device)
         self.ids_W = torch.arange(64) if vocabulary is None else vocabulary.token_ids_W
-        self.cache = new_cache(self.model, 64)
-
-    def start(self, tokens):
-        prompts = [row[:-1] for row in tokens]
-        longest = max(map(len, prompts))
-        ids_BT = torch.tensor([row + [0] * (longest - len(row)) for row in prompts])
-        self.proposer.start(tokens, 64, forward_states(self.model, self.cache, ids_BT, [0] * len(tokens), self.proposer.taps))
+        self.rounds = checks.Rounds(self.proposer, self.model)
+        self.start = self.rounds.start
 
     def commit(self, tokens, drafts):
-        """Tell it that rows keep these drafts, as a decoder does for a path of a tree."""
-        width = max(map(len, drafts))
-        ids_BT = torch.tensor([[row[-1], *kept, *[0] * (width - len(kept))] for row, kept in zip(tokens, drafts, strict=True)])
-        starts = [len(row) - 1 for row in tokens]
-        states = forward_states(self.model, self.cache, ids_BT, starts, self.proposer.taps)
-        self.proposer.commit([len(kept) for kept in drafts], states)
+        self.rounds.commit(tokens, drafts, [len(kept) for kept in drafts])
 
     def logits_after(self, row, way):
         """Return the logits `[W]` of the draft after a way of drafts, from one forward over the whole text."""

@@ -11,7 +11,7 @@ from heads.artifact import load_draft
 from heads.frozen.loading import load_target
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.protocol import RoundInputs
-from heads.sampling.counter_rng import CounterRNG
+from heads.sampling.draws import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
 from tests.support.decoding import PROMPTS, requests_for
 

@@ -23,7 +23,7 @@ from heads.proposers.suffixes import (
     SuffixAutomaton,
     interpolated,
 )
-from heads.sampling.counter_rng import CounterRNG
+from heads.sampling.draws import CounterRNG
 from tests.support.decoding import PROMPTS, requests_for
 
 CPU = torch.device("cpu")
