@@ -26,7 +26,7 @@ from heads.families.registry import FAMILIES, serve
 from heads.frozen.hidden_states import check_taps
 from heads.frozen.identity import TargetIdentity, hash_weights
 from heads.frozen.loading import load_with, move
-from heads.frozen.weights import UNREADABLE, check_counts, loader_of, read_tensors
+from heads.frozen.weights import UNREADABLE, loader_of, read_tensors
 from heads.inference.lean_forward import run_alike
 from heads.inference.model_checks import check_rolls_back, check_split
 from heads.metadata import (
@@ -206,7 +206,6 @@ def _load_head(folder: Path, metadata: Metadata, target: PreTrainedModel) -> tup
     vocabulary = None
     if metadata.draft_vocabulary == "reduced":
         vocabulary = _load_vocabulary(folder, metadata, target.config.get_text_config().vocab_size)
-    check_counts(settings.model_dump(), len(tensors), folder / METADATA_FILE)
     head = family.build(settings, target, vocabulary)
     try:
         head.load_state_dict(tensors)

@@ -10,22 +10,12 @@ from typing import Any, TypeVar
 from torch import nn
 
 from configs.runtime.errors import InputError
-from heads.frozen.weights import SINGLE_FILE, Weights
+from heads.frozen.weights import Weights
 from heads.modules.layers import LayerShape
 
 Shapes = dict[str, tuple[int, ...]]
 Value = TypeVar("Value")
 
-# Prefixes of an MTP module's tensors: ours, and those of speculators (MiMo's have `model.` before them).
-MTP_PARTS = (
-    ("layers.0.eh_proj.", "mtp_layers.0.input_proj."),
-    ("layers.0.enorm.", "mtp_layers.0.token_layernorm."),
-    ("layers.0.hnorm.", "mtp_layers.0.hidden_layernorm."),
-    ("layers.0.post_norm.", "mtp_layers.0.final_layernorm."),
-    ("layers.0.mtp_block.", "mtp_layers.0."),
-)
-# Prefixes of DFlash tensors: ours, and those of transformers' own class.
-TRANSFORMERS_DFLASH = (("fc.", "encoder.fc."), ("hidden_norm.", "encoder.output_norm_enc."))
 # Keys of DFlash2's, XPress's and Domino's configs that are settings of ours.
 DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 XPRESS_KEYS = ("xpress_rank", "xpress_mlp_ratio", "num_jacobi_passes")
@@ -36,16 +26,16 @@ DOMINO_KEYS = ("gru_hidden_dim", "emb_dim")
 class ExportLayout:
     """A folder to be written: `config.json`, the tensors under the engine's names, other files."""
 
-    config: Mapping[str, Any]
-    weights: Weights
     serve: Callable[[str], str]  # the command or lines that serve it from a path, quoted for what reads them
+    config: Mapping[str, Any] = field(default_factory=dict)
+    weights: Weights = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # what a person who serves it must know
-    weights_file: str = SINGLE_FILE
     files: Mapping[str, Path] = field(default_factory=dict)  # by name, what is taken over as it is
     json_files: Mapping[str, Any] = field(default_factory=dict)
-    convert: Callable[[Path, ExportLayout], None] | None = None  # turns the files of the written and checked folder into others
-    holds_target: bool = False  # all of the target's weights lie beside the draft's
-    make: Callable[[Path], None] | None = None  # fills the folder by itself, with `weights` among its tensors
+    convert: Callable[[Path, Path, ExportLayout], None] | None = (
+        None  # makes other files, in another folder, of the written one
+    )
+    copy_target: Callable[[Path], None] | None = None  # fills the folder, in place of the above, with the target and its draft
 
 
 def check_names(weights: Weights, head: nn.Module) -> None:

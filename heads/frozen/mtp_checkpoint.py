@@ -1,12 +1,11 @@
 """The MTP weights that some checkpoints hold and transformers drops on loading: how they are named, read and replaced.
 
-"Stitching" writes another folder: files without MTP tensors are linked to the target's, and new values are written over the old
-ones in copies of the others, so that whatever is not an MTP tensor keeps every bit, dtype and shard.
+"Stitching" writes another folder: files without MTP tensors are linked to the target's, and the others written again with new
+values, so that whatever is not an MTP tensor keeps every bit, dtype and shard.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_json
-from heads.frozen.weights import break_links, files_by_key, link_or_copy, listed, quantization_of
+from heads.frozen.weights import files_by_key, link_or_copy, listed, quantization_of, read_tensors, write_weights
 
 PARTS = ("eh_proj", "enorm", "hnorm", "post_norm", "mtp_block")  # of `heads.families.mtp.MtpLayer`
 
@@ -58,11 +57,6 @@ NAMINGS = (
         parts=("eh_proj", "enorm", "hnorm", "shared_head.norm", ""),
         borrowed=("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq"),
     ),
-    Naming(
-        families="transformers",
-        prefix="mtp",
-        parts=("layers.{k}.eh_proj", "layers.{k}.enorm", "layers.{k}.hnorm", "layers.{k}.post_norm", "layers.{k}"),
-    ),
 )
 
 
@@ -91,14 +85,14 @@ class NativeMtp:
             known = "; ".join(f"{each.families}: {each.pattern('eh_proj')}.weight" for each in NAMINGS)
             raise InputError(f"{folder} holds no MTP weights that draftsmith knows ({known})")
 
-    def read(self, like: Mapping[str, Tensor], *, hidden_first: bool) -> dict[str, Tensor]:
+    def read(self, like: Mapping[str, Tensor], *, hidden_first: bool, without: Collection[str] = ()) -> dict[str, Tensor]:
         """Return the checkpoint's values of our tensors, in the checkpoint's dtype.
 
         `like` are ours by name, `layers.{k}.{part}...` as in `heads.families.mtp.Mtp`, of which only shapes are looked at;
-        `hidden_first` is the order in which our projection reads.
+        `hidden_first` is the order in which our projection reads; `without`: see `places`.
         """
         values = {}
-        for name, pieces in self.places(like, hidden_first=hidden_first).items():
+        for name, pieces in self.places(like, hidden_first=hidden_first, without=without).items():
             parts = [piece.turned(self._value(piece.key)) for piece in pieces]
             values[name] = torch.empty(like[name].shape, dtype=parts[0].dtype)
             for piece, part in zip(pieces, parts, strict=True):
@@ -106,16 +100,20 @@ class NativeMtp:
         return values
 
     def stitch_into(self, folder: Path, values: Mapping[str, Tensor], places: Mapping[str, list[TensorPart]]) -> None:
-        """Fill an empty folder with a copy of this one in which exactly the MTP tensors are replaced, one after another.
+        """Fill an empty folder with a copy of this one in which exactly the MTP tensors are replaced.
 
         A tensor that is the checkpoint's own, rounded to another dtype, leaves the checkpoint's as it was.
         """
         shutil.copytree(self.folder, folder, dirs_exist_ok=True, copy_function=link_or_copy)
+        changed: dict[str, dict[str, Tensor]] = {}
         for name, pieces in places.items():
             for piece in pieces:
                 new, old = piece.turned(values[name][piece.index]), self._value(piece.key)
                 if not torch.equal(old.to(new.dtype), new):
-                    _overwrite(folder / self._files[piece.key], piece.key, new.to(old.dtype))
+                    changed.setdefault(self._files[piece.key], {})[piece.key] = new.to(old.dtype)
+        for file, tensors in changed.items():
+            (folder / file).unlink()  # a link to the target's
+            write_weights(folder / file, read_tensors(self.folder / file) | tensors)
 
     def places(
         self, ours: Mapping[str, Tensor], *, hidden_first: bool, without: Collection[str] = ()
@@ -184,16 +182,3 @@ def _num_blocks(folder: Path) -> int:
     if not isinstance(number, int):
         raise InputError(f"{folder / 'config.json'}: expected num_hidden_layers to be a whole number, got {number!r}")
     return number
-
-
-def _overwrite(path: Path, key: str, value: Tensor) -> None:
-    """Write a value over that of the same tensor, dtype and shape in a safetensors file; no other byte changes."""
-    break_links(path)
-    with path.open("r+b") as file:
-        length = int.from_bytes(file.read(8), "little")
-        begin, end = json.loads(file.read(length))[key]["data_offsets"]
-        content = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        if content.nbytes != end - begin:
-            raise RuntimeError(f"{path}: {key} takes {end - begin} bytes, got {content.nbytes}")
-        file.seek(8 + length + begin)
-        file.write(content)

@@ -1,7 +1,6 @@
 """The weights of a model's folder: its files, their tensors by name, and its matrices as floating numbers in the model's class.
 
 Tensors of safetensors files are maps of the file: they take memory when they are used.
-A link shares its bytes with the file it was made from: `break_links` before changing one.
 FP8 and MXFP4 matrices are unpacked, so that every part of the project finds ordinary ones. transformers' own reading of FP8
 takes the size of a block from the number of scales, which fails where a block at the edge is cut off (DeepSeek-V3's
 `kv_a_proj_with_mqa` has 576 rows in blocks of 128). Other schemes are refused.
@@ -14,9 +13,7 @@ import logging
 import math
 import os
 import pickle
-import re
 import shutil
-import stat
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,11 +32,18 @@ from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import TORCH_FILE, read_json
 from heads.frozen.model_config import auto_class
 
+log = logging.getLogger("draftsmith")
+
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+GIB = 2**30
 MAX_SHOWN = 12  # names repeated in an error message
 # What transformers raises for a file that is missing, damaged, contradictory, or needs a package that is not installed.
 UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, ImportError, AssertionError, SafetensorError, StrictDataclassError)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+PACKED = (*FLOAT8, torch.int8, torch.uint8, torch.int32)  # of numbers that mean nothing without the scales beside them
+# Of activations and the cache, which stay in floating point here.
+UNREAD = ("input_scale", "input_zero_point", "input_global_scale", "activation_scale", "q_scale", "k_scale", "v_scale")
 
 Weights = dict[str, Tensor]
 
@@ -110,15 +114,6 @@ def link_or_copy(path: str | Path, to: str | Path) -> None:
         shutil.copy2(path, to)
 
 
-def break_links(path: Path) -> None:
-    """Give a file its own bytes, to which one may write, where other names link to them."""
-    if path.stat().st_nlink > 1:
-        copy = path.with_name(f".{path.name}.own")
-        shutil.copy2(path, copy)
-        copy.replace(path)
-    path.chmod(path.stat().st_mode | stat.S_IWUSR)
-
-
 def _torch_file(path: Path) -> Weights:
     try:
         values: Weights = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -132,19 +127,6 @@ def _torch_file(path: Path) -> Weights:
     if not isinstance(values, dict) or not all(isinstance(value, Tensor) for value in values.values()):
         raise InputError(f"{path} holds something else than tensors by name")
     return values
-
-
-log = logging.getLogger("draftsmith")
-
-GIB = 2**30
-
-# What a draft's settings may build: those of a few kilobytes can name a million layers.
-COUNTS = re.compile(r"(layers?|depths|medusa_num_heads)$")
-USUAL = 256  # layers or depths that settings may name whatever the number of tensors: some layers share theirs
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
-PACKED = (*FLOAT8, torch.int8, torch.uint8, torch.int32)  # of numbers that mean nothing without the scales beside them
-# Of activations and the cache, which stay in floating point here.
-UNREAD = ("input_scale", "input_zero_point", "input_global_scale", "activation_scale", "q_scale", "k_scale", "v_scale")
 
 
 @dataclass(frozen=True)
@@ -282,16 +264,3 @@ def _scaled(stored: Tensor, factor: Tensor, sizes: Sequence[int]) -> Tensor:
         if size > 1:
             factor = factor.repeat_interleave(size, dim).narrow(dim, 0, numbers.shape[dim])
     return numbers * factor
-
-
-def check_counts(settings: Mapping[str, Any], num_tensors: int, where: str | Path) -> None:
-    """Refuse settings that name more layers or depths than there are tensors, or too long a block."""
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            check_counts(value, num_tensors, where)
-        elif not isinstance(value, int | float):
-            continue
-        elif COUNTS.search(key) and value > max(USUAL, num_tensors):
-            raise InputError(f"{where}: {key} is {value:g}, while the weights beside it hold {num_tensors} tensors")
-        elif key == "block_size" and value > USUAL:
-            raise InputError(f"{where}: block_size is {value}, drafted in one forward; expected at most {USUAL}")

@@ -93,9 +93,7 @@ def load(kind: str, place: str, dtype: str, device: torch.device) -> Any:
     """Return a model that a line loads."""
     if Path(place).is_absolute() and not Path(place).is_dir():
         raise InputError(f"serve.txt names {place}, which is not there: export the draft again where it is to be used")
-    model = CLASSES[kind].from_pretrained(place, dtype=getattr(torch, dtype)).to(device).eval()
-    model._keys_to_ignore_on_load_unexpected = [r"^mtp\."]  # where transformers looks for the names of modules to draft with
-    return model
+    return CLASSES[kind].from_pretrained(place, dtype=getattr(torch, dtype)).to(device).eval()
 
 
 def generate(model: Any, inputs: Sequence[Any], config: CheckConfig, drafting: dict[str, Any], what: str) -> list[Answer]:

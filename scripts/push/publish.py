@@ -92,7 +92,7 @@ def _fill(folder: Path, release: Release, config: PushConfig, repo_id: str, targ
         with tempfile.TemporaryDirectory() as scratch:
             exported = Path(scratch) / engine
             layout = export(source, engine, exported, served_from=f"{repo_id.split('/')[-1]}/{engine}")
-            if layout.holds_target:
+            if layout.copy_target is not None:
                 raise InputError(
                     f"exports: the one for {engine} holds all weights of the target {name} beside the draft's; leave it out, "
                     "draftsmith export makes it where the target is"

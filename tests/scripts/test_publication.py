@@ -18,9 +18,11 @@ from configs.schema.heads import MedusaSettings, MtpSettings
 from eval.release import read_artifact
 from eval.report.schema import load_report
 from heads.families.registry import FAMILIES
-from heads.metadata import PROMPTS_FILE, hash_artifact, read_metadata
+from heads.frozen.identity import hash_weights
+from heads.metadata import PROMPTS_FILE, WEIGHTS_FILE, hash_artifact, read_metadata
 from tests.scripts.conftest import PLANTED, change, judge
 from tests.support.artifacts import save_artifact
+from tests.support.mtp_checkpoints import module_tensors
 from tests.support.reports import numbers_of
 
 PEM = "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXktdjEAAAAABG5vbmU\n-----END OPENSSH PRIVATE KEY-----\n"
@@ -182,10 +184,15 @@ def test_a_head_is_an_adapter_of_its_target_and_goes_into_its_engines(dry, relea
 
 
 def test_an_export_that_holds_the_target_is_not_published(dry, release, tiny_llama, tmp_path):
+    folder, model = release / "target", tiny_llama(seed=1, dtype=torch.float32)
+    weights = load_file(folder / WEIGHTS_FILE) | module_tensors("qwen3_next", model)[0]
+    save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    known = {"weights_sha256": hash_weights(folder)}
+    change(release / "artifact" / "draftsmith.json", lambda metadata: metadata["target"].update(known))
     put_head(release, tiny_llama, MtpSettings(kind="mtp", num_depths=2))
-    code, _, err = dry("--set", "exports=[transformers]", "--target", str(release / "target"))
+    code, _, err = dry("--set", "exports=[vllm]", "allow_failed_gate=true", "--target", str(folder))
     assert code == BAD_INPUT
-    assert "exports: the one for transformers holds all weights of the target" in err
+    assert "exports: the one for vllm holds all weights of the target" in err
     assert not (tmp_path / "dry").exists()
 
 

@@ -16,7 +16,6 @@ SPELLINGS = {
     "qwen3_next": ("mtp", (".pre_fc_norm_embedding", ".pre_fc_norm_hidden", ".fc", ".norm", ".layers.0")),
     "mimo": ("model.mtp_layers.{k}", (".token_layernorm", ".hidden_layernorm", ".input_proj", ".final_layernorm", "")),
     "deepseek": ("model.layers.{n}", (".enorm", ".hnorm", ".eh_proj", ".shared_head.norm", "")),
-    "transformers": ("mtp.layers.{k}", (".enorm", ".hnorm", ".eh_proj", ".post_norm", "")),
 }
 
 

@@ -42,41 +42,25 @@ def quantise(folder: Path, scheme: Scheme) -> dict[str, Tensor]:
     return meant
 
 
-def fp8_blocks(scale_name: str, block: int, *, as_exponents: bool = False) -> Callable[[Tensor], Packed]:
-    """E4M3 with a scale for every square block; blocks at the edges are cut off."""
+def fp8(
+    scale_name: str, rows: int | None, columns: int | None, *, as_exponents: bool = False, dtype: torch.dtype = torch.float32
+) -> Callable[[Tensor], Packed]:
+    """E4M3 with a scale for every block of so many rows and columns (None: all); blocks at the edges are cut off."""
 
     def pack(weight: Tensor) -> Packed:
-        rows, columns = weight.shape[-2:]
-        scales = torch.zeros(*weight.shape[:-2], -(-rows // block), -(-columns // block))
+        height, width = rows or weight.shape[-2], columns or weight.shape[-1]
+        scales = torch.zeros(*weight.shape[:-2], -(-weight.shape[-2] // height), -(-weight.shape[-1] // width), dtype=dtype)
         numbers, meant = torch.zeros(weight.shape, dtype=torch.float8_e4m3fn), torch.zeros(weight.shape, dtype=torch.float64)
         for place in np.ndindex(scales.shape):
-            spot = (
-                *place[:-2],
-                slice(place[-2] * block, place[-2] * block + block),
-                slice(place[-1] * block, place[-1] * block + block),
-            )
+            *experts, row, column = place
+            spot = (*experts, slice(row * height, row * height + height), slice(column * width, column * width + width))
             scale = weight[spot].abs().max() / 448
-            scale = scale.log2().ceil().exp2() if as_exponents else scale
-            scales[place] = scale
-            numbers[spot] = (weight[spot] / scale).to(torch.float8_e4m3fn)
-            meant[spot] = numbers[spot].double() * scale.double()
+            scales[place] = scale.log2().ceil().exp2() if as_exponents else scale
+            numbers[spot] = (weight[spot] / scales[place].float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+            meant[spot] = numbers[spot].double() * scales[place].double()
         stored = (scales.log2() + 127).to(torch.uint8) if as_exponents else scales
-        return {".weight" if weight.ndim == 2 else "": numbers, scale_name: stored}, meant
-
-    return pack
-
-
-def fp8_whole(scale_name: str, *, by_row: bool, scale_dtype: torch.dtype = torch.float32) -> Callable[[Tensor], Packed]:
-    """E4M3 with a scale for each row, or one."""
-
-    def pack(weight: Tensor) -> Packed:
-        largest = weight.abs().amax(1, keepdim=True) if by_row else weight.abs().max()
-        scale = (largest / 448).to(scale_dtype)
-        numbers = (weight / scale.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
-        meant = torch.zeros(weight.shape, dtype=torch.float64)
-        for row, column in np.ndindex(*weight.shape):
-            meant[row, column] = float(numbers[row, column]) * float(scale[row, 0] if by_row else scale)
-        return {".weight": numbers, scale_name: scale, ".input_scale": torch.ones(1)}, meant
+        stored = stored.reshape(()) if rows is columns is None else stored
+        return {".weight" if weight.ndim == 2 else "": numbers, scale_name: stored, ".input_scale": torch.ones(1)}, meant
 
     return pack
 

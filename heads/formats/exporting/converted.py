@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -97,20 +96,18 @@ def _as_gguf(source: Source, layout: ExportLayout, kind: str, notes: tuple[str, 
     )
 
 
-def _make_gguf(folder: Path, layout: ExportLayout, *, converter: Path, target: Path, outtype: str) -> None:
-    """Turn a written folder into a GGUF file that holds all of its numbers; everything else in it is removed."""
-    before = list(folder.iterdir())
-    command = [sys.executable, str(converter), str(folder), "--outfile", str(folder / GGUF_FILE), "--outtype", outtype]
+def _make_gguf(written: Path, out: Path, layout: ExportLayout, *, converter: Path, target: Path, outtype: str) -> None:
+    """Turn a written folder into a GGUF file in `out` that holds all of its numbers."""
+    made = out / GGUF_FILE
+    command = [sys.executable, str(converter), str(written), "--outfile", str(made), "--outtype", outtype]
     # Beside the source stands what the converter imports and this project does not.
     packages = os.pathsep.join(filter(None, [str(converter.parent.parent / "python"), os.environ.get("PYTHONPATH")]))
     command += ["--target-model-dir", str(target)]
-    _run("llama.cpp's converter", command, folder / GGUF_FILE, {"PYTHONPATH": packages})
-    numbers = sum(int(tensor.n_elements) for tensor in gguf.GGUFReader(folder / GGUF_FILE).tensors)
+    _run("llama.cpp's converter", command, made, {"PYTHONPATH": packages})
+    numbers = sum(int(tensor.n_elements) for tensor in gguf.GGUFReader(made).tensors)
     planned = sum(stored.numel() for name, stored in layout.weights.items() if name not in NOT_STORED)
     if numbers < planned:
         raise RuntimeError(f"{GGUF_FILE} was written with {numbers} numbers of {planned}")
-    for path in before:
-        path.unlink()
 
 
 def _as_openvino(source: Source, layout: ExportLayout, block_ids: Sequence[int] | None, notes: tuple[str, ...]) -> ExportLayout:
@@ -135,26 +132,20 @@ def _as_openvino(source: Source, layout: ExportLayout, block_ids: Sequence[int] 
 
 
 def _make_openvino(
-    folder: Path, layout: ExportLayout, *, converter: Path, dtype_name: str, block_ids: Sequence[int] | None
+    written: Path, out: Path, layout: ExportLayout, *, converter: Path, dtype_name: str, block_ids: Sequence[int] | None
 ) -> None:
-    """Turn a written folder into an OpenVINO model in it; everything else in it is removed.
+    """Turn a written folder into an OpenVINO model in `out`.
 
     `block_ids` are the blocks whose outputs an EAGLE-3 model reads; None: it is a draft LM.
     """
-    before, made = list(folder.iterdir()), folder / "made"
-    command = _optimum_command(converter, folder, dtype_name) + ([] if block_ids is None else [OWN_CODE]) + [str(made)]
-    _run("optimum-intel", command, made / MODEL, {"HF_HUB_OFFLINE": "1"})
+    command = _optimum_command(converter, written, dtype_name) + ([] if block_ids is None else [OWN_CODE]) + [str(out)]
+    _run("optimum-intel", command, out / MODEL, {"HF_HUB_OFFLINE": "1"})
     # Of matrices only: vectors that are equal, as norms may be, are stored once.
     planned = WEIGHT_FORMATS[dtype_name][1] * sum(stored.numel() for stored in layout.weights.values() if stored.ndim > 1)
-    if (written := (made / NUMBERS).stat().st_size) < planned:
-        raise RuntimeError(f"{NUMBERS} was written with {written} bytes of {planned}")
+    if (size := (out / NUMBERS).stat().st_size) < planned:
+        raise RuntimeError(f"{NUMBERS} was written with {size} bytes of {planned}")
     if block_ids is not None:
-        _name_the_states(made / MODEL, block_ids)
-    for path in before:
-        path.unlink()
-    for path in list(made.iterdir()):
-        shutil.move(path, folder / path.name)
-    made.rmdir()
+        _name_the_states(out / MODEL, block_ids)
 
 
 def _optimum_command(converter: Path, model: Path, dtype_name: str) -> list[str]:

@@ -14,10 +14,11 @@ import torch
 from configs.runtime.errors import InputError
 from configs.schema.heads import MedusaSettings
 from heads.formats.exporting.source import UNTRIED, Source, sglang_command, transformers_lines, vllm_command
-from heads.formats.layout import DOMINO_KEYS, TRANSFORMERS_DFLASH, ExportLayout, layer_config, renamed
+from heads.formats.layout import DOMINO_KEYS, ExportLayout, layer_config, renamed
 from heads.frozen.hidden_states import num_blocks
 
 MIDLAYER = (("layers.0.", "midlayer."),)
+TRANSFORMERS_DFLASH = (("fc.", "encoder.fc."), ("hidden_norm.", "encoder.output_norm_enc."))  # ours, and its own class's
 
 
 def block_ids(source: Source) -> list[int]:

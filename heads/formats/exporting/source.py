@@ -25,8 +25,8 @@ from heads.artifact import head_settings
 from heads.families.registry import FAMILIES
 from heads.formats.layout import check_names
 from heads.frozen.model_config import auto_class
-from heads.frozen.weights import UNREADABLE, FloatWeights, Weights, check_counts, read_float_weights, read_weights
-from heads.metadata import METADATA_FILE, VOCABULARY_FILE, Metadata, read_metadata
+from heads.frozen.weights import UNREADABLE, FloatWeights, Weights, read_float_weights, read_weights
+from heads.metadata import VOCABULARY_FILE, Metadata, read_metadata
 from heads.modules.layers import LayerShape, layer_shape, shape_like
 from heads.vocabulary import DraftVocabulary, read_draft_vocabulary
 
@@ -135,9 +135,9 @@ class Source:
     def body(self) -> Weights:
         return {name: stored for name, stored in self.weights.items() if not name.startswith("lm_head")}
 
-    def mtp_modules(self, *, hidden_first: bool) -> Weights:
-        """Return the modules of an MTP head, their projections reading the state or the embedding first."""
-        if (self.settings.concat_order == "hidden_first") == hidden_first:
+    def mtp_modules_hidden_first(self) -> Weights:
+        """Return the modules of an MTP head, their projections reading the state before the embedding."""
+        if self.settings.concat_order == "hidden_first":
             return self.body()
         return {
             name: stored.roll(stored.shape[1] // 2, 1) if name.endswith("eh_proj.weight") else stored
@@ -207,8 +207,6 @@ def read_source(
         weights = {name: each.to(dtype) if each.is_floating_point() else each for name, each in weights.items()}
     reduced = metadata.draft_vocabulary == "reduced"
     settings = None if metadata.kind == "draft_lm" else head_settings(folder, metadata)
-    if settings is not None:
-        check_counts(settings.model_dump(), len(weights), folder / METADATA_FILE)
     wanted = num_speculative_tokens or metadata.num_speculative_tokens
     longest = getattr(settings, "longest_draft", None)
     if longest is not None and wanted > longest:

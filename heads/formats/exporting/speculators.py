@@ -1,9 +1,9 @@
-"""The form of the speculators library, which vLLM loads: EAGLE-3, P-EAGLE, block drafters, and MTP for the library itself.
+"""The form of the speculators library, which vLLM loads: EAGLE-3, P-EAGLE and block drafters.
 
 Config keys and tensor names are those of speculators 0.9, read by vLLM 0.32; our EAGLE and DFlash tensors have these names
 already. Ids of hidden states are ours: i is the residual stream after block i. A reduced vocabulary adds its offsets. The
-embedding is left out, and so is a head that is the target's whole: vLLM shares the target's. speculators does so for DFlash and
-MTP only, so for it EAGLE drafts are written with copies of both (`eagle_complete`).
+embedding is left out, and so is a head that is the target's whole: vLLM shares the target's. speculators does so for DFlash
+only, so for it EAGLE drafts are written with copies of both (`eagle_complete`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from configs.runtime.errors import InputError
 from configs.schema.heads import DFlashSettings, EagleSettings
 from heads.formats.exporting.source import APART, Source, speculators_line, vllm_command
-from heads.formats.layout import DFLASH2_KEYS, MTP_PARTS, XPRESS_KEYS, ExportLayout, layer_config, renamed
+from heads.formats.layout import DFLASH2_KEYS, XPRESS_KEYS, ExportLayout, layer_config
 
 VERSION = "0.9.0"
 VLLM_METHODS = {"dflash2": "dflash"}  # the others bear the family's name
@@ -25,7 +25,6 @@ ARCHITECTURES = {
     "dspark": "DSparkDraftModel",
     "dflash2": "DFlash2DraftModel",
     "xpress": "XPressSpeculator",
-    "mtp": "MTPDraftModel",
 }
 
 
@@ -115,25 +114,6 @@ def untried_in_vllm(source: Source) -> ExportLayout:
     layout = block_drafter(source)
     note = "Format-checked only: vLLM 0.32 decodes it with its second model runner, which needs Triton; it was not run."
     return replace(layout, notes=(note, *layout.notes))
-
-
-def mtp(source: Source) -> ExportLayout:
-    """Return MTP as speculators trains it: one module, applied again and again, on a Qwen3 target; others are refused."""
-    if source.target.config.model_type != "qwen3":
-        raise InputError(f"speculators knows MTP for Qwen3 and later targets, got {source.target.config.model_type}")
-    source.require("speculators", shared_depths=True, train_head=False)
-    config = _config(source, source.target.config.to_diff_dict()) | {"num_nextn_predict_layers": 1}
-    del config["draft_vocab_size"]
-    return ExportLayout(
-        config=config,
-        weights=renamed(source.mtp_modules(hidden_first=False), MTP_PARTS),
-        serve=speculators_line,
-        notes=(
-            "vLLM does not load this form: export for vllm instead.",
-            f"The head was trained on states of the kind {source.settings.reads}.",
-            "From the second depth on, speculators attends to that depth's states, draftsmith and vLLM to the first depth's.",
-        ),
-    )
 
 
 def _config(source: Source, layers: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from heads.families.registry import FAMILIES
 from heads.formats.importing.reading import ExternalDraft
 from heads.formats.layout import check_names
 from heads.frozen.loading import Target
-from heads.frozen.weights import Weights, check_counts, write_weights
+from heads.frozen.weights import Weights, write_weights
 from heads.inference.causal_lm import head_rows
 from heads.metadata import WEIGHTS_FILE, head_metadata
 from heads.modules.layers import LayerShape, layer_shape, shape_like
@@ -66,7 +66,6 @@ def fit(external: ExternalDraft, target: PreTrainedModel) -> Fitted:
     except ValidationError as error:
         first = error.errors()[0]
         raise InputError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}") from error
-    check_counts(settings.model_dump(), len(weights), external.form)
     head = FAMILIES[external.kind].build(settings, target, vocabulary)
     own = {name: tuple(value.shape) for name, value in head.state_dict().items()}
     if external.placed is not None:
@@ -110,20 +109,12 @@ def _own_layer(layer: Mapping[str, Any], kind: str, target: PreTrainedModel) -> 
         )
     except (KeyError, ValueError, TypeError, StrictDataclassError) as error:
         raise InputError(f"the config of its layers cannot be read: {first_line(error)}") from error
-    family = target.config.get_text_config().model_type
-    if kind == "mtp" and config.model_type != family:
-        raise InputError(f"its block is of the {config.model_type} family, the target's are of {family}")
     shape, own = _shape_of(config), asdict(shape_like(target))
     differences = {
         name: value
         for name, value in asdict(shape).items()
         if value != own[name] and (name != "max_positions" or shape.rope_scaling is not None)
     }
-    if kind == "mtp":
-        if others := differences.keys() - {"max_positions", "rope_scaling"}:
-            listed = "; ".join(f"{name} {differences[name]}, the target's {own[name]}" for name in sorted(others))
-            raise InputError(f"its block has other sizes than the target's, of which ours is a copy: {listed}")
-        return {}
     _check_kind(config)
     window = _window_of(config, kind)
     if shape.width != own["width"]:

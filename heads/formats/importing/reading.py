@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_object
@@ -24,19 +23,18 @@ from configs.schema.commands.release import TAP_OF_ID, LayerIds
 from heads.formats.layout import (
     DFLASH2_KEYS,
     DOMINO_KEYS,
-    MTP_PARTS,
     XPRESS_KEYS,
     Shapes,
     has_mtp_modules,
     renamed,
 )
-from heads.frozen.mtp_checkpoint import NativeMtp, TensorPart
-from heads.frozen.weights import Weights, check_counts, read_weights
+from heads.frozen.mtp_checkpoint import NativeMtp
+from heads.frozen.weights import Weights, read_weights
 
 KNOWN = (
-    "speculators eagle3, peagle, dflash, dspark, dflash2, xpress and mtp; flat EAGLE-3 (architecture ...Eagle3); "
-    "Medusa (medusa_num_heads); DFlash (architecture DFlashDraftModel); "
-    "Domino (architecture DominoDraftModel); a checkpoint with MTP modules"
+    "speculators eagle3, peagle, dflash, dspark, dflash2 and xpress; flat EAGLE-3 (architecture ...Eagle3); Medusa "
+    "(medusa_num_heads); DFlash (architecture DFlashDraftModel); Domino (architecture DominoDraftModel); a checkpoint with MTP "
+    "modules"
 )
 BLOCK_KEYS = {"dflash": (), "dspark": (), "dflash2": DFLASH2_KEYS, "xpress": XPRESS_KEYS}  # settings of each kind of block
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
@@ -62,11 +60,10 @@ def read_external(folder: Path, *, layer_ids: LayerIds | None = None, reads: str
     """Read a draft's config, and where its tensors are; `layer_ids` and `reads` are those of `ImportConfig`."""
     config = read_object(folder / "config.json", "config of the draft")
     weights = read_weights(folder)
-    check_counts(config, len(weights), folder / "config.json")
     architectures = " ".join(config.get("architectures") or ())
     try:
         if "speculators_model_type" in config:
-            return _speculators(config, weights, layer_ids or "h", reads or "post_norm")
+            return _speculators(config, weights, layer_ids or "h")
         if config.get("model_type") == "medusa" or "medusa_num_heads" in config:
             return _medusa(config, weights)
         options = config | (config.get("dflash_config") or {})
@@ -85,15 +82,11 @@ def read_external(folder: Path, *, layer_ids: LayerIds | None = None, reads: str
     raise InputError(f"{folder} is in no form that draftsmith reads ({KNOWN}); its architectures: {architectures or 'none'}")
 
 
-def _speculators(config: dict[str, Any], weights: Weights, layer_ids: LayerIds, reads: str) -> ExternalDraft:
+def _speculators(config: dict[str, Any], weights: Weights, layer_ids: LayerIds) -> ExternalDraft:
     kind, layer = config["speculators_model_type"], config["transformer_layer_config"]
     if not isinstance(layer, dict):
         raise InputError(f"expected transformer_layer_config to be a section, got {layer!r}")
-
-    if kind == "mtp":
-        settings: dict[str, Any] = {"shared_depths": True, "reads": reads}
-        weights = renamed(weights, [(theirs, ours) for ours, theirs in MTP_PARTS])
-    elif kind == "eagle3":
+    if kind == "eagle3":
         settings = _eagle_settings(config, layer, weights, layer_ids, normed_by_default=True)
         settings["norm_feedback"] = config.get("norm_output", False)
     elif kind == "peagle":
@@ -103,11 +96,11 @@ def _speculators(config: dict[str, Any], weights: Weights, layer_ids: LayerIds, 
         settings = _dflash_settings(config, layer, _taps(config["aux_hidden_state_layer_ids"], layer_ids))
         settings |= _markov_settings(config) if kind == "dspark" else _known(config, BLOCK_KEYS[kind])
     else:
-        raise InputError(f"speculators_model_type {kind!r} is none of eagle3, peagle, {', '.join(BLOCK_KEYS)}, mtp")
+        raise InputError(f"speculators_model_type {kind!r} is none of eagle3, peagle, {', '.join(BLOCK_KEYS)}")
     tokens = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
     if type(tokens) is not int or tokens < 1:
         raise InputError(f"expected speculative_tokens to be a number of at least 1, got {tokens!r}")
-    if kind in ("eagle3", "peagle", "mtp"):
+    if kind in ("eagle3", "peagle"):
         settings["num_depths"] = tokens
     return ExternalDraft(
         form=f"speculators {kind}",
@@ -116,7 +109,7 @@ def _speculators(config: dict[str, Any], weights: Weights, layer_ids: LayerIds, 
         layer=layer,
         weights=weights,
         num_speculative_tokens=tokens,
-        layer_ids=None if kind == "mtp" else layer_ids,
+        layer_ids=layer_ids,
     )
 
 
@@ -250,13 +243,4 @@ def _placed(native: NativeMtp, weights: Weights, own: Shapes) -> Weights:
     """Return the tensors by our names and shapes; MiMo's layout has biases of zeros where a Llama block has none."""
     like = {name: torch.empty(shape, device="meta") for name, shape in own.items() if name.startswith("layers.")}
     biases = [name for name in weights if "mtp" in name and name.endswith("_proj.bias")]
-    zero_biases = {name for name in biases if not weights[name].any()}
-    places = native.places(like, hidden_first=False, without=zero_biases)
-    return {name: _joined(pieces, weights, own[name]) for name, pieces in places.items()}
-
-
-def _joined(pieces: list[TensorPart], weights: Weights, shape: tuple[int, ...]) -> Tensor:
-    whole = weights[pieces[0].key].new_empty(shape)
-    for piece in pieces:
-        whole[piece.index] = piece.turned(weights[piece.key])
-    return whole
+    return native.read(like, hidden_first=False, without={name for name in biases if not weights[name].any()})

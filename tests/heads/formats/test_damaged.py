@@ -13,15 +13,12 @@ from configs.schema.target import TargetConfig
 from configs.schema.training import StudentConfig
 from distill.student.init import initial_draft
 from heads.artifact import load_draft
-from heads.families.registry import FAMILIES
-from heads.formats.exporting.source import TargetFolder, read_source
 from heads.formats.importing.importer import fit
 from heads.formats.importing.reading import read_external
 from heads.frozen.loading import load_target
 from heads.frozen.weights import INDEX_FILE
 from heads.metadata import METADATA_FILE, VOCABULARY_FILE, WEIGHTS_FILE, read_metadata
 from heads.vocabulary import DraftVocabulary
-from tests.support.artifacts import save_artifact
 
 CODE = """
 from pathlib import Path
@@ -108,7 +105,7 @@ def test_a_pickle_of_something_else_than_tensors_is_not_imported(exported, stran
         import_from(exported)
 
 
-@pytest.mark.parametrize("file", ["../other.safetensors", "/etc/passwd", "sub/model.safetensors", "absent.safetensors", ".."])
+@pytest.mark.parametrize("file", ["../other.safetensors", "/etc/passwd", "sub/model.safetensors", "absent.safetensors"])
 def test_an_index_whose_paths_leave_the_folder(exported, file):
     path = exported.out / WEIGHTS_FILE
     (exported.out.parent / "other.safetensors").write_bytes(path.read_bytes())
@@ -209,36 +206,3 @@ def test_weights_that_end_early(strange, target, exported, is_export):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(InputError):
         import_from(exported) if is_export else load_draft(path.parent, target.identity, target.model)
-
-
-# --- configs that call for more than their weights ----------------------------------------------------------------
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("settings", "changes"),
-    [
-        ({"kind": "medusa", "num_depths": 2}, {"num_layers": 10**7}),
-        ({"kind": "dflash", "taps": [1], "mask_token_id": 3}, {"block_size": 10**9}),
-    ],
-)
-def test_a_head_of_more_layers_or_longer_blocks_than_it_can_have_is_not_built(tmp_path, target, settings, changes):
-    family = FAMILIES[settings["kind"]]
-    head = family.build(family.settings.model_validate(settings), target.model, None)
-    save_artifact(tmp_path / "head", head, target.identity.to_dict())
-    known = json.loads((tmp_path / "head" / METADATA_FILE).read_text())["head"]
-    rewrite(tmp_path / "head" / METADATA_FILE, head=known | changes)
-    with pytest.raises(InputError, match=METADATA_FILE):
-        load_draft(tmp_path / "head", target.identity, target.model)
-    with pytest.raises(InputError, match=METADATA_FILE):
-        read_source(tmp_path / "head", TargetFolder(tmp_path, "none"))
-
-
-@pytest.mark.timeout(60)
-def test_a_draft_of_another_program_with_more_heads_than_tensors_is_not_built(tmp_path, target):
-    width = target.model.config.hidden_size
-    save_file({"blocks.0.layers.0.weight": torch.zeros(width, width)}, tmp_path / WEIGHTS_FILE)
-    config = {"model_type": "medusa", "medusa_num_heads": 10**7, "medusa_num_layers": 1}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match="medusa_num_heads"):
-        fit(read_external(tmp_path), target.model)

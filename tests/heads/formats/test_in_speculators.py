@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from configs.runtime.errors import InputError
-from configs.schema.heads import Eagle3Settings, LayerSettings, MtpSettings, PEagleSettings
+from configs.schema.heads import Eagle3Settings, LayerSettings, PEagleSettings
 from heads.formats.exporting.exporter import export
-from heads.frozen.hidden_states import num_blocks, read_states
+from heads.frozen.hidden_states import read_states
 from tests.support import family_checks as checks
 
 pytest.importorskip("speculators")
@@ -158,21 +158,3 @@ def test_dflash2(write, text_ids, vocabulary, monkeypatch):
         scores_K = ours.logits_of(hidden_1D)[0, candidates_K]
         theirs_K = seen["candidate_logits"][0, slot, :-1]
         torch.testing.assert_close(theirs_K - theirs_K[0], scores_K - scores_K[0], **TOLERANCE)  # up to a constant
-
-
-@pytest.mark.parametrize("order", ["embedding_first", "hidden_first"])
-@torch.no_grad()
-def test_mtp(write, text_ids, vocabulary, order):
-    written = write(MtpSettings(kind="mtp", num_depths=1, concat_order=order), "qwen3", vocabulary)
-    export(written.source(), "speculators", written.out)
-    final_BTE = read_states(written.model, text_ids, [num_blocks(written.model)]).final_BTE
-    outputs, _, _ = loaded(written.out)(input_ids=text_ids, hidden_states=final_BTE)
-    (ours,) = own_depths(written, text_ids)
-    count = outputs[0].shape[1]  # speculators leaves out the last positions, one for each of its steps
-    here_N = ours.origins_N < count
-    logits_NW = ours.logits_of(ours.hidden_ND[here_N])
-    theirs_NV = outputs[0][0, ours.origins_N[here_N]]
-    assert count > 15
-    torch.testing.assert_close(
-        theirs_NV if vocabulary is None else theirs_NV[:, vocabulary.token_ids_W], logits_NW, **TOLERANCE
-    )

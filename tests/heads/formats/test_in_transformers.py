@@ -3,11 +3,10 @@
 import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, PhiConfig, PhiForCausalLM
-from transformers.modeling_layers import MtpModel
 
-from configs.schema.heads import DFlashSettings, MtpSettings
+from configs.schema.heads import DFlashSettings
 from heads.artifact import save_draft_lm
-from heads.formats.exporting.exporter import SERVE_FILE, export
+from heads.formats.exporting.exporter import export
 from heads.formats.exporting.source import TargetFolder, read_source
 from heads.metadata import read_metadata
 from heads.vocabulary import DraftVocabulary
@@ -15,14 +14,9 @@ from tests.support import family_checks as checks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 TOLERANCE = {"atol": 2e-4, "rtol": 2e-4}
-VOCABULARIES = pytest.mark.parametrize("vocabulary", [None, checks.SOME_TOKENS], ids=["whole", "reduced"])
 
 
-def of_draft_vocabulary(logits_BGV, vocabulary):
-    return logits_BGV if vocabulary is None else logits_BGV[..., vocabulary.token_ids_W]
-
-
-@VOCABULARIES
+@pytest.mark.parametrize("vocabulary", [None, checks.SOME_TOKENS], ids=["whole", "reduced"])
 @torch.no_grad()
 def test_dflash(write, text_ids, vocabulary):
     settings = DFlashSettings(kind="dflash", taps=[1, 2, 3], block_size=4, mask_token_id=5)
@@ -43,43 +37,8 @@ def test_dflash(write, text_ids, vocabulary):
         row = answer[0, :length].tolist()
         logits_BGV = model.get_output_embeddings()(output.last_hidden_state[:, 1:])
         expected = checks.trained_logits(written.head, model, [row], [[1, 1, 1]])
-        torch.testing.assert_close(of_draft_vocabulary(logits_BGV, vocabulary), expected, **TOLERANCE)
-
-
-@VOCABULARIES
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-@torch.no_grad()
-def test_mtp(write, text_ids, vocabulary, family, monkeypatch):
-    settings = MtpSettings(kind="mtp", num_depths=2, shared_depths=False, concat_order="hidden_first")
-    written = write(settings, family, vocabulary, num_speculative_tokens=2)
-    export(written.source(), "transformers", written.out)
-    model = AutoModelForCausalLM.from_pretrained(written.out, dtype=torch.float32)
-    monkeypatch.setattr(model, "_keys_to_ignore_on_load_unexpected", [r"^mtp\."])
-    rounds, forward = [], MtpModel.forward
-
-    def watched(self, *args, **kwargs):
-        drafted = forward(self, *args, **kwargs)
-        rounds.append((kwargs["full_input_ids"], drafted))
-        return drafted
-
-    monkeypatch.setattr(MtpModel, "forward", watched)
-    answer = model.generate(text_ids, max_new_tokens=10, do_sample=False, use_mtp=True)
-    assert torch.equal(answer, written.model.generate(text_ids, max_new_tokens=10, do_sample=False))
-    assert len(rounds) > 3
-    for row_BT, (drafted_BG, logits_BGV, _) in rounds:
-        expected = checks.trained_logits(written.head, written.model, row_BT.tolist(), drafted_BG.tolist())
-        torch.testing.assert_close(of_draft_vocabulary(logits_BGV, vocabulary), expected, **TOLERANCE)
-
-
-@torch.no_grad()
-def test_a_module_applied_again_is_written_once_a_depth(write, text_ids):
-    written = write(MtpSettings(kind="mtp", num_depths=3))
-    layout = export(written.source(), "transformers", written.out)
-    assert layout.config["num_mtp_layers"] == 3
-    for depth in (1, 2):
-        first, later = (layout.weights[f"mtp.layers.{k}.eh_proj.weight"] for k in (0, depth))
-        assert torch.equal(first, later)
-    assert "acceptance there is lower than measured" in (written.out / SERVE_FILE).read_text()
+        drafted_BGW = logits_BGV if vocabulary is None else logits_BGV[..., vocabulary.token_ids_W]
+        torch.testing.assert_close(drafted_BGW, expected, **TOLERANCE)
 
 
 @torch.no_grad()

@@ -18,19 +18,19 @@ from heads.frozen.identity import hash_weights
 from heads.frozen.loading import load_target
 from heads.frozen.weights import read_weights, write_weights
 from tests.support.decoding import metadata_of_draft_lm
-from tests.support.quantized_checkpoints import Scheme, fp8_blocks, fp8_whole, mxfp4, quantise
+from tests.support.quantized_checkpoints import Scheme, fp8, mxfp4, quantise
 
 FLOATS = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {}}
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+SCALE = ".weight_scale_inv"
 SCHEMES = {
-    "fp8, blocks": Scheme({"quant_method": "fp8", "weight_block_size": [16, 16]}, fp8_blocks(".weight_scale_inv", 16)),
-    "fp8, blocks cut off": Scheme({"quant_method": "fp8", "weight_block_size": [24, 24]}, fp8_blocks(".weight_scale_inv", 24)),
-    "fp8, scales as exponents": Scheme(
-        {"quant_method": "fp8", "weight_block_size": [16, 16]}, fp8_blocks(".weight_scale_inv", 16, as_exponents=True)
-    ),
-    "fp8, one scale": Scheme({"quant_method": "fp8", "weight_block_size": None}, fp8_whole(".weight_scale_inv", by_row=False)),
-    "compressed-tensors, rows": Scheme(FLOATS, fp8_whole(".weight_scale", by_row=True, scale_dtype=torch.bfloat16)),
+    "fp8, blocks": Scheme(BLOCKS, fp8(SCALE, 16, 16)),
+    "fp8, blocks cut off": Scheme(BLOCKS | {"weight_block_size": [24, 24]}, fp8(SCALE, 24, 24)),
+    "fp8, scales as exponents": Scheme(BLOCKS, fp8(SCALE, 16, 16, as_exponents=True)),
+    "fp8, one scale": Scheme(BLOCKS | {"weight_block_size": None}, fp8(SCALE, None, None)),
+    "compressed-tensors, rows": Scheme(FLOATS, fp8(".weight_scale", 1, None, dtype=torch.bfloat16)),
     "compressed-tensors, blocks": Scheme(
-        FLOATS | {"config_groups": {"group_0": {"weights": {"block_structure": [24, 24]}}}}, fp8_blocks(".weight_scale", 24)
+        FLOATS | {"config_groups": {"group_0": {"weights": {"block_structure": [24, 24]}}}}, fp8(".weight_scale", 24, 24)
     ),
 }
 
@@ -111,18 +111,10 @@ def test_the_experts_of_gpt_oss_are_mxfp4(tmp_path, tiny_tokenizer):
 @pytest.mark.parametrize(
     ("settings", "tensors", "words"),
     [
-        (
-            {"quant_method": "gptq"},
-            {".qweight": torch.zeros(4, 4, dtype=torch.int32)},
-            "and 1 more cannot be dequantised, and its config.json names gptq",
-        ),
-        ({"quant_method": "bitsandbytes"}, {".weight": torch.zeros(9, dtype=torch.uint8)}, "names bitsandbytes; only FP8"),
+        ({"quant_method": "gptq"}, {".qweight": torch.zeros(4, 4, dtype=torch.int32)}, "names gptq"),
+        ({"quant_method": "bitsandbytes"}, {".weight": torch.zeros(9, dtype=torch.uint8)}, "names bitsandbytes"),
         (FLOATS | {"transform_config": {"config_groups": {"a": {}}}}, None, "its weights cannot be dequantised"),
-        (
-            {"quant_method": "fp8"},
-            {".weight": torch.zeros(9, 9).to(torch.float8_e4m3fn), ".weight_scale": torch.ones(2)},
-            "no blo",
-        ),
+        (BLOCKS, {".weight": torch.zeros(9, 9).to(torch.float8_e4m3fn), ".weight_scale": torch.ones(2)}, "no blocks"),
     ],
 )
 def test_another_scheme_is_refused_with_what_to_give_before_anything_is_loaded(settings, tensors, words, folder, monkeypatch):
@@ -137,10 +129,9 @@ def test_another_scheme_is_refused_with_what_to_give_before_anything_is_loaded(s
 
 
 def test_float8_numbers_without_a_word_of_their_scales_are_refused(folder):
+    config = (folder / "config.json").read_text()
     quantise(folder, SCHEMES["fp8, blocks"])
-    config = json.loads((folder / "config.json").read_text())
-    del config["quantization_config"]
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(config)
     with pytest.raises(InputError, match="names no quantisation"):
         load(folder)
 
@@ -148,17 +139,15 @@ def test_float8_numbers_without_a_word_of_their_scales_are_refused(folder):
 def test_a_draft_is_for_the_quantised_files_and_starts_from_ordinary_blocks(folder, tiny_run, tmp_path, tiny_tokenizer):
     meant = quantise(folder, SCHEMES["fp8, blocks"])
     target = load(folder)
-    assert target.identity.weights_sha256 == hash_weights(folder) != hash_weights(tiny_run / "target")
+    assert target.identity.weights_sha256 == hash_weights(folder)
     draft = initial_draft(StudentConfig(init="target_layers", layers=[0]), target)
     name = "model.layers.0.mlp.up_proj.weight"
     assert torch.equal(draft.get_parameter(name), meant[name].float())
     save_draft_lm(tmp_path / "artifact", draft, tiny_tokenizer, metadata_of_draft_lm(target.identity.to_dict()))
     assert "quantization_config" not in json.loads((tmp_path / "artifact" / "config.json").read_text())
-    assert load_draft(tmp_path / "artifact", load(folder).identity, target.model).warnings == []
     twin = load(tiny_run / "target")
-    with pytest.raises(InputError, match=r"what differs from .* at hand: target weights"):
+    with pytest.raises(InputError, match="target weights"):
         load_draft(tmp_path / "artifact", twin.identity, twin.model)
-    assert load_draft(tmp_path / "artifact", twin.identity, twin.model, allow_target_mismatch=True).warnings
 
 
 # --- files -------------------------------------------------------------------------------------------------------------

@@ -49,7 +49,6 @@ if is_gguf:
     writer.write_header_to_file(); writer.write_kv_data_to_file(); writer.write_tensors_to_file(); writer.close()
 else:
     made = Path(argv[-1])
-    made.mkdir()
     (made / "{NUMBERS}").write_bytes(bytes(10 if left_out else sum(each.nbytes for each in tensors.values())))
     eagle = "Eagle3" in config["architectures"][0] and not os.environ.get("UNMARKED")
     (made / "{MODEL}").write_text("<net><rt_info>" + '<eagle3_mode value="True" />' * eagle + "</rt_info></net>")
@@ -122,8 +121,9 @@ def test_a_window_that_an_engine_does_not_know_is_told_to_who_serves_it(write, c
 def test_dflash_names_the_blocks_and_drafts_whole_ones_and_no_other_number(write, converters):
     written = write(DFLASH, num_speculative_tokens=2)
     assert [written.source(num_speculative_tokens=asked).num_speculative_tokens for asked in (None, 3)] == [3, 3]
-    with pytest.raises(InputError, match="num_speculative_tokens"):
-        written.source(num_speculative_tokens=2)
+    for other in (2, 4):  # no whole block, and more than one
+        with pytest.raises(InputError, match="num_speculative_tokens"):
+            written.source(num_speculative_tokens=other)
     export(written.source(), "gguf", written.out)
     assert converters("gguf")["config"]["dflash_config"]["target_layer_ids"] == [0, 2]
     assert "--spec-type draft-dflash --spec-draft-n-max 3" in (written.out / SERVE_FILE).read_text()

@@ -12,9 +12,10 @@ from heads.formats.exporting.exporter import SERVE_FILE, export
 from heads.formats.importing.importer import fit
 from heads.formats.importing.reading import read_external
 from heads.frozen.identity import hash_weights
+from heads.frozen.weights import INDEX_FILE
 from heads.metadata import METADATA_FILE
 from tests.support import mtp_checkpoints as native
-from tests.support.quantized_checkpoints import Scheme, fp8_blocks, quantise
+from tests.support.quantized_checkpoints import Scheme, fp8, quantise
 
 ONE = MtpSettings(kind="mtp", num_depths=2)
 
@@ -58,13 +59,11 @@ def test_a_head_goes_into_the_target_and_comes_back(write_beside_modules, naming
 @pytest.mark.parametrize("left_out", ["mtp", "nothing"])
 def test_unquantised_modules_of_a_quantised_target_are_replaced_and_quantised_ones_refused(write_beside_modules, left_out):
     written = write_beside_modules(ONE, "qwen3_next")
-    fp8 = {"quant_method": "fp8", "weight_block_size": [16, 16]}
-    quantise(written.target_folder, Scheme(fp8, fp8_blocks(".weight_scale_inv", 16), left_out=(left_out,)))
+    settings = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    quantise(written.target_folder, Scheme(settings, fp8(".weight_scale_inv", 16, 16), left_out=(left_out,)))
     before = load_file(written.target_folder / "model.safetensors")
     if left_out == "nothing":
-        with pytest.raises(
-            InputError, match=r"weight_scale_inv.*it is quantised, and MTP modules are read and written unquant"
-        ):
+        with pytest.raises(InputError, match="weight_scale_inv"):
             export(written.source(), "vllm", written.out, allow_target_mismatch=True)
         return
     export(written.source(), "vllm", written.out, allow_target_mismatch=True)
@@ -74,26 +73,32 @@ def test_unquantised_modules_of_a_quantised_target_are_replaced_and_quantised_on
     assert changed == set(native.module_tensors("qwen3_next", written.model)[0])
 
 
-def test_files_without_modules_are_links_and_the_targets_stay_as_they_are(write_beside_modules):
-    written = write_beside_modules(ONE, "qwen3_next", shards=6)
+def test_files_without_modules_are_links_and_in_the_others_modules_alone_are_new(write_beside_modules):
+    copies = {f"model.layers.{native.BLOCKS}.embed_tokens.weight": torch.randn(4, 4)}
+    written = write_beside_modules(ONE, "deepseek", shards=6, dtype=torch.bfloat16, changes=copies)
     before = {path.name: path.read_bytes() for path in written.target_folder.iterdir()}
-    index = json.loads((written.target_folder / "model.safetensors.index.json").read_text())["weight_map"]
-    with_modules = {file for name, file in index.items() if name.startswith("mtp.")}
+    index = json.loads((written.target_folder / INDEX_FILE).read_text())["weight_map"]
+    modules = native.module_tensors("deepseek", written.model)[0]
+    with_modules = {index[name] for name in modules}
     export(written.source(), "vllm", written.out)
     assert {path.name: path.read_bytes() for path in written.target_folder.iterdir()} == before
-    linked = {path.name for path in written.out.iterdir() if path.stat().st_nlink > 1}
-    assert linked == before.keys() - with_modules
-    assert all((written.out / name).read_bytes() != before[name] for name in with_modules)
+    assert {path.name for path in written.out.iterdir() if path.stat().st_nlink > 1} == before.keys() - with_modules
+    for file in with_modules:
+        old, new = load_file(written.target_folder / file), load_file(written.out / file)
+        assert {name: value.dtype for name, value in new.items()} == {name: value.dtype for name, value in old.items()}
+        assert {name for name in old if not torch.equal(old[name], new[name])} == modules.keys() & old.keys()
+    norm = f"model.layers.{native.BLOCKS}.hnorm.weight"
+    assert torch.equal(
+        load_file(written.out / index[norm])[norm], written.head.state_dict()["layers.0.hnorm.weight"].bfloat16()
+    )
 
 
 @pytest.mark.parametrize(
     ("settings", "naming", "modules", "words"),
     [
-        (ONE, "mimo", 1, "gives modules of MiMo the one pre_norm"),
-        (ONE.model_copy(update={"reads": "pre_norm"}), "deepseek", 1, "the one post_norm"),
-        (ONE, "transformers", 1, "names that transformers alone reads"),
+        (ONE, "mimo", 1, "head.reads"),
+        (ONE.model_copy(update={"reads": "pre_norm"}), "deepseek", 1, "head.reads"),
         (ONE, "deepseek", 2, "has 1 MTP modules, and .* has places for 2"),
-        (ONE.model_copy(update={"shared_depths": False}), "deepseek", 2, "applies the first MTP module at every depth"),
     ],
 )
 def test_what_vllm_would_run_otherwise_is_refused(write_beside_modules, settings, naming, modules, words):
