@@ -12,7 +12,6 @@ from typing import ClassVar, Literal
 
 from configs.schema.base import Dtype, NonNegativeInt, PositiveFloat, PositiveInt, Settings, unless_a_variable, unless_plain_url
 
-DeviceMap = Literal["auto", "balanced", "sequential"] | dict[str, int | str] | None
 MaxMemory = dict[int | str, int | str] | None
 
 # The hashes that make two targets one for a draft (`heads.frozen.identity.TargetIdentity`), in words
@@ -84,9 +83,7 @@ class TargetConfig(Settings):
     name: str = "embedded:smollm2-135m-instruct"
     revision: str | None = None  # a Hub revision; only for Hub ids
     dtype: Dtype = "bfloat16"  # of the weights as they are run
-    # Implementation of attention in transformers. The last three read whole rows, in training and for caches; decoding, which
-    # masks by row and by tree, then runs sdpa
-    attention: Literal["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"] = "sdpa"
+    attention: Literal["sdpa", "eager"] = "sdpa"  # transformers' attention; others take no masks by row and by tree
     # lean: decode by a forward of draftsmith's own (Llama, Mistral, Qwen2, Qwen3), which packs the weights as a CPU reads them
     # fastest. auto: that one where the family and the memory have it, else transformers'. The draft runs the same way
     forward: Literal["transformers", "lean", "auto"] = "transformers"
@@ -101,10 +98,9 @@ class TargetConfig(Settings):
     # For targets that read images, prompts with images; {}: with these defaults. None: text alone
     images: ImagesConfig | None = None
     audio: AudioConfig | None = None  # for targets that read sound, prompts with sounds; as images, and in their place
-    # For a target larger than one GPU: its blocks are spread over this process's GPUs, then the CPU's memory, then the disk.
-    # auto and balanced: as even as can be; sequential: fill one after another; a map of module names (model.layers.0: 1; also
-    # cpu, disk): by hand. What is not named, and embedding, final norm and head, stay on `device`
-    device_map: DeviceMap = None
+    # For a target larger than one GPU. auto: its blocks are spread evenly over this process's GPUs, then the CPU's memory, then
+    # the disk; embedding, final norm and head stay on `device`
+    device_map: Literal["auto"] | None = None
     max_memory: MaxMemory = None  # by GPU's number or cpu, as 0: 60GiB; None: what is free there
     offload_folder: str | None = None  # with disk: for weights that are kept otherwise than they run, as of most MoE models
     # Hidden states from servers: then only embedding, final norm and head are loaded, and blocks where device_map places them
@@ -164,8 +160,6 @@ class TargetConfig(Settings):
         for name in ("max_memory", "offload_folder"):
             if self.device_map is None and getattr(self, name) is not None:
                 yield f"{name} says how a target is spread, and device_map is null: give auto there, or drop {name}"
-        if isinstance(self.device_map, dict) and self.max_memory is not None:
-            yield "max_memory: device_map says where each block lies, so there is nothing to choose; set it to null"
         for where, size in (self.max_memory or {}).items():
             if where != "cpu" and not str(where).isdigit():
                 yield f"max_memory: {where!r} is no GPU's number and not 'cpu'"

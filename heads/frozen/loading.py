@@ -35,7 +35,6 @@ from heads.inference.runner import Runner, rope_limit, runner_of
 log = logging.getLogger("draftsmith")
 
 UNLIMITED = 2**31 - 1  # positions
-EVERYWHERE = ("sdpa", "eager")  # attention that takes the masks of rows and trees in decoding
 
 
 class StateSource(Protocol):
@@ -157,8 +156,6 @@ def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: 
         move(model, device)
     model.eval().requires_grad_(False)
     group = join_group(model, config, device) if config.is_split else None
-    if config.attention not in EVERYWHERE:
-        _read_rows_by(model, config.attention)
     check_split(model)
     if (limit := rope_limit(model.config.get_text_config())) is not None:
         log.warning(
@@ -183,11 +180,7 @@ def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: 
 
 
 def load_with(attention: str, load: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
-    """Return the model that `load` makes with this attention, or with eager where its family has no sdpa.
-
-    One that is for whole rows alone (`TargetConfig.attention`) is left for later.
-    """
-    attention = attention if attention in EVERYWHERE else "sdpa"
+    """Return the model that `load` makes with this attention, or with eager where its family has no sdpa."""
     try:
         return load(attention)
     except ValueError as error:
@@ -196,19 +189,6 @@ def load_with(attention: str, load: Callable[[str], PreTrainedModel]) -> PreTrai
     model = load("eager")
     log.info("%s has no sdpa in transformers; attention is eager", type(model).__name__)
     return model
-
-
-def _read_rows_by(model: PreTrainedModel, attention: str) -> None:
-    config: Any = model.config
-    parts = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
-    own = {"": config._attn_implementation, **{name: part._attn_implementation for name, part in parts.items()}}
-    try:
-        model.set_attn_implementation(attention)
-    except (ImportError, ValueError) as error:
-        raise InputError(f"target.attention {attention}: {first_line(error)}; sdpa runs everywhere") from error
-    finally:
-        config._attn_implementation = own  # of each part: an encoder of images may have another than the text's
-    runner_of(model).row_attention = attention
 
 
 def move(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:

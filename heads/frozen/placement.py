@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from configs.runtime.errors import ConfigError, InputError, first_line
+from configs.runtime.errors import ConfigError, InputError
 from configs.schema.target import TargetConfig
 from heads.frozen.hidden_states import TargetStates, blocks
 from heads.frozen.model_config import auto_class, config_of_blocks
@@ -34,7 +34,6 @@ from heads.inference.runner import DecodingForward, Masks, runner_of
 
 DeviceName = int | str
 MEMORY = "cpu"
-DISK = "disk"
 NOT_NUMBERED = ("cpu", "mps", "meta")  # by accelerate
 GIBIBYTE = 2**30
 READ = "_read_weight"  # attribute of a block that was not loaded: returns a weight of it by name
@@ -44,32 +43,21 @@ UNSPLIT, COPIED = "_unsplit", "_copied"
 
 def place_parts(path: Path, config: TargetConfig, device: torch.device) -> dict[str, DeviceName]:
     """Return the device map of the target in a folder, by module name; `device` is that of what is no block."""
+    if (num_processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise ConfigError(
+            f"target.device_map: each of {num_processes} processes would spread a target of its own over the same devices; "
+            "start one process, which uses all of them"
+        )
     skeleton, home = make_skeleton(path, config), _name_of(device)
     layers, prefix = blocks(skeleton), blocks_name(skeleton)
-    outside = parts_outside(skeleton, layers)
-    given = config.device_map
-    if isinstance(given, dict):
-        places = _by_hand(given, prefix, len(layers), outside, home)
-    else:
-        if (num_processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
-            raise ConfigError(
-                f"target.device_map: each of {num_processes} processes would spread a target of its own by {given!r} over the "
-                "same devices; start one process, which uses all of them, or give a map of module names"
-            )
-        rest = _bytes_of(skeleton) - _bytes_of(layers)
-        places = spread_blocks(layers, rest, _room(config, home), home, even=given != "sequential")
-    for place in {*places} - {DISK}:
-        try:
-            torch.empty(0, device=place)
-        except (RuntimeError, AssertionError) as error:
-            raise InputError(f"target.device_map: device {place!r} cannot be used: {first_line(error)}") from error
-    return dict.fromkeys(outside, home) | {f"{prefix}.{number}": place for number, place in enumerate(places)}
+    places = spread_blocks(layers, _bytes_of(skeleton) - _bytes_of(layers), _room(config, home), home)
+    return dict.fromkeys(parts_outside(skeleton, layers), home) | {
+        f"{prefix}.{number}": place for number, place in enumerate(places)
+    }
 
 
-def spread_blocks(
-    layers: nn.ModuleList, outside: int, room: Mapping[DeviceName, int], home: DeviceName, *, even: bool
-) -> list[DeviceName]:
-    """Return the device of each block, in order, by accelerate's map: GPUs, then memory, then the disk.
+def spread_blocks(layers: nn.ModuleList, outside: int, room: Mapping[DeviceName, int], home: DeviceName) -> list[DeviceName]:
+    """Return the device of each block, in order, by accelerate's map: GPUs evenly, then memory, then the disk.
 
     `room` and `outside`, which lies on `home`, are in bytes. Room for one block that is loaded stays free on the first device.
     """
@@ -80,9 +68,7 @@ def spread_blocks(
             f"{room.get(home, 0) / GIBIBYTE:.2f}; raise target.max_memory there, or set target.device to a larger one"
         )
     kinds = sorted({type(block).__name__ for block in layers})
-    left: dict[DeviceName, int] = {**room, home: free}
-    if even:
-        left = get_balanced_memory(layers, left, no_split_module_classes=kinds)
+    left = get_balanced_memory(layers, {**room, home: free}, no_split_module_classes=kinds)
     found = infer_auto_device_map(layers, left, no_split_module_classes=kinds)
     return [found[str(number)] if "" not in found else found[""] for number in range(len(layers))]
 
@@ -155,25 +141,6 @@ def _joined_block(block: nn.Module, unsplit: nn.Module) -> nn.Module:
     return whole.eval().requires_grad_(False)
 
 
-def _by_hand(
-    given: Mapping[str, DeviceName], prefix: str, num_blocks: int, outside: Sequence[str], home: DeviceName
-) -> list[DeviceName]:
-    """Return the device of each block by the longest prefix of its name in the map; `home` where there is none."""
-    names = [f"{prefix}.{number}" for number in range(num_blocks)]
-    above = ["", *(prefix.rsplit(".", cut)[0] for cut in range(prefix.count("."), 0, -1)), prefix]
-    at_home = {name for name in outside if name in given and _name_of(given[name]) == home}
-    if unknown := given.keys() - {*above, *names, *at_home}:
-        raise ConfigError(
-            f"target.device_map: {min(unknown)!r} is no block of this target; its blocks are {names[0]} to {names[-1]}, and "
-            f"what is no block lies on target.device, here {home}: leave it out"
-        )
-    places = []
-    for name in names:
-        found = next((each for each in (name, *reversed(above)) if each in given), None)
-        places.append(home if found is None else _name_of(given[found]))
-    return places
-
-
 def _room(config: TargetConfig, home: DeviceName) -> dict[DeviceName, int]:
     given = config.max_memory
     if given is not None:  # a GPU's number is a string where it was a key of JSON
@@ -182,14 +149,8 @@ def _room(config: TargetConfig, home: DeviceName) -> dict[DeviceName, int]:
     return {MEMORY: room.get(MEMORY, 0)} if home == MEMORY else room
 
 
-def _name_of(place: DeviceName | torch.device) -> DeviceName:
+def _name_of(device: torch.device) -> DeviceName:
     """Return a device as accelerate calls it: a GPU's number, else its name."""
-    if isinstance(place, int) or place == DISK:
-        return place
-    try:
-        device = torch.device(place)
-    except RuntimeError as error:
-        raise InputError(f"target.device_map: device {place!r} cannot be used: {first_line(error)}") from error
     if device.type in NOT_NUMBERED:
         return str(device)
     return torch.accelerator.current_device_index() if device.index is None else device.index

@@ -114,9 +114,8 @@ def read_documents(
     if media is not None:
         return _read_with_media(model, ids_BT, media)[0]
     _check_text(model, ids_BT)
-    runner = runner_of(model)
     apart = {} if packed_positions_BT is None else {"position_ids": by_axis(model.config, packed_positions_BT)}
-    with knowing_packing(packed=bool(apart)), runner.reading_rows():
+    with knowing_packing(packed=bool(apart)):
         states_BTD: Tensor = backbone(model)(input_ids=ids_BT, use_cache=False, **apart).last_hidden_state
     return states_BTD
 

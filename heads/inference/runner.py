@@ -7,8 +7,8 @@ B batch, T new tokens, S cache length, D width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary, ref
@@ -104,7 +104,6 @@ class Runner:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = ref(model)  # `_RUNNERS` must not keep it alive
         self.forward: DecodingForward | None = None  # in inference mode; None: transformers' own modules
-        self.row_attention: str | None = None  # transformers' name of the attention that reads whole rows; None: the model's
         self.placeholder: int | None = None  # the token that stands for a state of an image or a sound; None: text only
         self.refused: frozenset[str] = frozenset()  # kinds of forwards for which a check found wrong states
         self.passed: set[str] = set()  # names of checks
@@ -141,18 +140,6 @@ class Runner:
                 f"{type(model).__name__} carries the past in states and does not run on a cache of transformers' form "
                 f"({first_line(failure)}), so it cannot be decoded here; take a model of another family"
             ) from failure
-
-    @contextmanager
-    def reading_rows(self) -> Iterator[None]:
-        if self.row_attention is None:
-            yield
-            return
-        config: Any = self.model.config.get_text_config()
-        own, config._attn_implementation = config._attn_implementation, self.row_attention
-        try:
-            yield
-        finally:
-            config._attn_implementation = own
 
     def check_forwards(self, *, batches: bool, trees: bool) -> None:
         """Refuse batches or trees where a check has found that the model computes wrong states for them."""

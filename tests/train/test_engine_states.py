@@ -20,6 +20,7 @@ from distill.server.states import EngineStates, texts
 from heads.frozen.hidden_states import blocks, read_states
 from heads.frozen.loading import load_target
 from tests.support.caches import write_rows
+from tests.support.checkpoints import last_on_disk
 from tests.support.states_server import states_served
 from tests.support.training_runs import read_metrics
 from train.launch import run_distillation, run_heads
@@ -117,9 +118,10 @@ def test_a_head_trained_from_servers_is_the_one_trained_from_the_local_target(tm
     assert max(server.most_files for server in servers) <= 3
 
 
-@pytest.mark.parametrize("device_map", [None, {"model.layers": "disk"}], ids=["ends", "blocks on disk"])
-def test_states_of_a_batch_are_the_targets_whatever_the_rows_hold(opened, settings, whole, greedy_rows, device_map):
-    settings["device_map"] = device_map
+@pytest.mark.parametrize("on_disk", [False, True], ids=["ends", "blocks on disk"])
+def test_states_of_a_batch_are_the_targets_whatever_the_rows_hold(opened, settings, whole, greedy_rows, on_disk):
+    if on_disk:
+        settings |= last_on_disk(settings["name"], len(blocks(whole.model)))
     target = opened(prefetch=2)
     assert all(each.is_meta for each in blocks(target.model).parameters())
     (batch, *_) = make_packed_loader(ConversationDataset(greedy_rows, 64), 2, pack_length=60, seed=0)

@@ -13,6 +13,7 @@ from heads.frozen.hidden_states import blocks
 from heads.frozen.loading import load_target
 from heads.inference.runner import backbone
 from tests.support.caches import conversation
+from tests.support.checkpoints import last_on_disk
 from tests.support.training_runs import distill_config, draft_task, train_task
 from train.launch import make_accelerator, open_training_cache
 from train.tasks.draft import DraftTask
@@ -122,12 +123,12 @@ def test_a_cache_that_does_not_fit_is_refused_before_training(tmp_path, make_tas
 
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory, tiny_llama, tiny_tokenizer):
-    """One target of three blocks, loaded whole, and with its second block on disk."""
+    """One target of three blocks, loaded whole, and with two of its blocks on disk."""
     folder = tmp_path_factory.mktemp("target")
     tiny_llama(seed=1, dtype=torch.float32, layers=3).save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
     config = TargetConfig(name=str(folder), dtype="float32", device="cpu")
-    return load_target(config), load_target(config.model_copy(update={"device_map": {"model.layers.1": "disk"}}))
+    return load_target(config), load_target(config.model_copy(update=last_on_disk(folder, 2)))
 
 
 @pytest.mark.parametrize(("kind", "settings"), [("eagle3", {"init_block": 1}), ("mtp", {}), ("draft_lm", {"layers": [1, 2]})])

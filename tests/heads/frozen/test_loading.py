@@ -7,13 +7,11 @@ import shutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from configs.runtime.errors import InputError
 from configs.schema.target import TargetConfig
 from heads.device import choose_device
 from heads.frozen.loading import load_target, recast
-from heads.inference.causal_lm import read_documents
 from tests.support import architectures
 
 NO_SYSTEM = (
@@ -59,7 +57,7 @@ def test_a_folder_without_one_of_its_parts_is_named(folder, damaged):
         path.unlink()
     if damaged == "cut off":
         (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
-    with pytest.raises(InputError, match="does not hold a causal LM and its tokenizer"):
+    with pytest.raises(InputError, match=r"target\.name"):
         load(folder)
 
 
@@ -70,37 +68,7 @@ def test_a_family_without_sdpa_is_loaded_with_eager_attention_and_says_so(tmp_pa
     tiny_tokenizer.save_pretrained(tmp_path)
     with caplog.at_level(logging.INFO, "draftsmith"):
         assert load(tmp_path).model.config._attn_implementation == "eager"
-    assert "Gemma2ForCausalLM has no sdpa in transformers; attention is eager" in caplog.text
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_an_attention_for_whole_rows_reads_those_and_decoding_keeps_its_own(tiny_run, packed, monkeypatch):
-    config = TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu")
-    plain, flex = load_target(config), load_target(config.model_copy(update={"attention": "flex_attention"}))
-    asked = []
-    for name in ("flex_attention", "sdpa"):
-        own = ALL_ATTENTION_FUNCTIONS[name]
-        monkeypatch.setitem(
-            ALL_ATTENTION_FUNCTIONS._local_mapping,
-            name,
-            lambda *given, own=own, name=name, **more: (asked.append(name), own(*given, **more))[1],
-        )
-    ids_BT = torch.arange(24).view(2, 12) % plain.vocab_size
-    positions_BT = torch.tensor([[*range(7), *range(5)], [*range(4), *range(8)]]) if packed else None
-    with torch.no_grad():
-        found = read_documents(flex.model, ids_BT, positions_BT)
-        assert set(asked) == {"flex_attention"}
-        torch.testing.assert_close(found, read_documents(plain.model, ids_BT, positions_BT), atol=1e-5, rtol=1e-5)
-        asked.clear()
-        logits = [target.model(input_ids=ids_BT).logits for target in (plain, flex)]
-    assert set(asked) == {"sdpa"}
-    assert torch.equal(*logits)
-
-
-def test_an_attention_that_is_not_installed_is_named(tiny_run):
-    config = TargetConfig(name=str(tiny_run / "target"), dtype="bfloat16", device="cpu", attention="flash_attention_2")
-    with pytest.raises(InputError, match=r"target.attention flash_attention_2: .*; sdpa runs everywhere"):
-        load_target(config)
+    assert "Gemma2ForCausalLM has no sdpa" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -139,7 +107,7 @@ def test_a_model_that_changes_its_rotary_embedding_has_the_context_before_that(t
     assert load(tmp_path / "stays").max_positions == 256
     assert "longrope" not in caplog.text
     assert load(tmp_path / "changes").max_positions == 32
-    assert "texts end at 32 tokens, where LlamaForCausalLM changes its rotary embedding (longrope)" in caplog.text
+    assert "texts end at 32 tokens" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["nowhere", "./nowhere", "embedded:other", "nowhere.gguf"])

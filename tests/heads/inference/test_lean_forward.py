@@ -130,7 +130,7 @@ def test_weights_that_are_not_packed_are_held_once():
         (0.5, {}, "lean"),
         (0.0, {}, "transformers"),
         (0.5, {"attention": "eager"}, "transformers"),
-        (0.5, {"device_map": {"": "cpu"}}, "transformers"),
+        (0.5, {"device_map": "auto"}, "transformers"),
     ],
 )
 def test_auto_is_lean_where_family_memory_and_placement_have_it(tiny_run, monkeypatch, memory, settings, expected):
