@@ -194,35 +194,30 @@ def read_image(reference: str, config: ImagesConfig) -> Any:
 
 def read_sound(reference: str, config: AudioConfig, rate: int) -> np.ndarray:
     """Return the samples of a sound, float32 from -1 to 1, its channels averaged, at `rate` a second."""
-    samples = wav_samples(_content(reference.removeprefix(SOUND), config), f"{config.what} {shown(reference)}", rate)
-    if not SHORTEST * rate <= len(samples) <= config.max_seconds * rate:
-        found = f"lasts {len(samples) / rate:.2f} s; {SHORTEST:g} to target.audio.max_seconds, {config.max_seconds:g}, are read"
-        raise _refusal(reference, config, found)
-    return samples.astype(np.float32)
-
-
-def wav_samples(content: bytes, named: str, rate: int) -> np.ndarray:
-    """Return a WAV file's samples, as `read_sound`; `named` is what messages call it."""
     from scipy.io import wavfile  # here: text needs none
     from scipy.signal import resample_poly
 
+    content = _content(reference.removeprefix(SOUND), config)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", wavfile.WavFileWarning)
             warnings.filterwarnings("error", "Reached EOF", wavfile.WavFileWarning)
             own_rate, read = wavfile.read(io.BytesIO(content))
     except (wavfile.WavFileWarning, *UNDECODABLE) as error:
-        raise InputError(f"{named} is no uncompressed WAV file: {first_line(error)}") from error
+        raise _refusal(reference, config, f"is no uncompressed WAV file: {first_line(error)}") from error
     if not RATES[0] <= own_rate <= RATES[1]:
-        raise InputError(f"{named} has {own_rate} samples a second; {RATES[0]} to {RATES[1]} are taken")
+        raise _refusal(reference, config, f"has {own_rate} samples a second; {RATES[0]} to {RATES[1]} are taken")
     samples: np.ndarray = read.reshape(len(read), -1).mean(1, dtype=np.float64)
     if read.dtype == np.uint8:  # the only width without a sign
         samples -= 128
     if read.dtype.kind != "f":
         samples /= 2.0 ** (8 * read.dtype.itemsize - 1)
     common = math.gcd(own_rate, rate)
-    resampled: np.ndarray = resample_poly(samples, rate // common, own_rate // common)
-    return resampled
+    samples = resample_poly(samples, rate // common, own_rate // common)
+    if not SHORTEST * rate <= len(samples) <= config.max_seconds * rate:
+        found = f"lasts {len(samples) / rate:.2f} s; {SHORTEST:g} to target.audio.max_seconds, {config.max_seconds:g}, are read"
+        raise _refusal(reference, config, found)
+    return samples.astype(np.float32)
 
 
 def shown(reference: str) -> str:

@@ -4,12 +4,10 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from configs.runtime.errors import InputError
 from heads.artifact import load_draft, save_draft_lm
 from heads.frozen.identity import hash_weights
-from heads.frozen.loading import recast
 from heads.metadata import VOCABULARY_FILE, Metadata
 from heads.vocabulary import DraftVocabulary
 
@@ -49,13 +47,6 @@ def test_it_comes_back_as_it_was_written(folder, target, draft, metadata):
     assert loaded.num_parameters == sum(parameter.numel() for parameter in draft.parameters())
     for name, tensor in draft.state_dict().items():
         assert torch.equal(loaded.proposer.model.state_dict()[name], tensor)
-
-
-def test_in_16_bits_it_keeps_its_rotary_frequencies(folder, target):
-    rounded = dataclasses.replace(target, model=recast(target.model, torch.bfloat16))
-    loaded = load_draft(folder, rounded.identity, rounded.model)
-    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    assert torch.equal(loaded.proposer.model.model.rotary_emb.inv_freq, expected.model.rotary_emb.inv_freq)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_a_cut_head_keeps_its_bias_and_the_soft_cap_of_its_architecture(tiny_lla
 
 
 def test_a_head_without_such_rows_or_that_is_not_linear_is_refused(tiny_llama):
-    with pytest.raises(InputError, match="token 63; the draft's head has 50 rows"):
+    with pytest.raises(InputError, match="token 63"):
         keep_head_rows(tiny_llama(vocab_size=50), vocabulary_of(IDS))
     model = tiny_llama()
     model.set_output_embeddings(nn.Sequential(model.get_output_embeddings()))

@@ -59,7 +59,7 @@ def test_states_that_do_not_lead_to_the_logits_are_refused(tiny_llama):
     model.model.register_forward_pre_hook(lambda *_: inside.append(True))
     model.model.register_forward_hook(lambda *_: inside.clear())
     model.model.norm.register_forward_pre_hook(lambda _, args: (args[0] + 1,) if inside else None)
-    with pytest.raises(InputError, match="the tapped states of LlamaForCausalLM do not reproduce its logits"):
+    with pytest.raises(InputError, match="tapped states of LlamaForCausalLM"):
         check_taps(model, [1])
     check_taps(model, [])
 

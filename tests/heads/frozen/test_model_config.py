@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+from transformers import AutoModelForCausalLM
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
@@ -20,36 +20,15 @@ from heads.inference.causal_lm import read_documents
 from heads.inference.model_checks import check_keeps_apart
 from heads.proposers.draft_lm import DraftLM
 from tests.support import family_checks as checks
+from tests.support.architectures import tiny_model
 
-TEXT = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8} | {
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "depth": 1, "num_heads": 2, "embed_dim": 32} | {
-    "num_attention_heads": 2,
-    "out_hidden_size": 32,
-    "image_size": 28,
-    "patch_size": 14,
-}
-BY_AXIS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-SLIDING = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
-CHUNKED = {"attention_chunk_size": 16, "layer_types": ["chunked_attention", "full_attention"] * 2}
-# name: settings of the text part, those of images, and the class of a draft made of its blocks
+# name (`tests/support/architectures.py`): the class of a draft made of its blocks
 TABLE = {
-    "Qwen2_5_VL": (BY_AXIS, VISION, "Qwen2ForCausalLM"),
-    "Qwen3VLMoe": (BY_AXIS | MOE, VISION | {"deepstack_visual_indexes": [0]}, "Qwen3MoeForCausalLM"),
-    "Gemma3": (SLIDING, VISION, "Gemma3ForCausalLM"),
-    "Llama4": (
-        CHUNKED | {"num_local_experts": 2, "intermediate_size_mlp": 48},
-        VISION | {"projector_input_dim": 32, "projector_output_dim": 32, "vision_output_dim": 32},
-        "Llama4ForCausalLM",
-    ),
-    "AyaVision": ({"model_type": "cohere2"}, VISION | {"model_type": "siglip_vision_model"}, "Cohere2ForCausalLM"),
+    "qwen2_5_vl": "Qwen2ForCausalLM",
+    "qwen3_vl_moe": "Qwen3MoeForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "llama4": "Llama4ForCausalLM",
+    "aya_vision": "Cohere2ForCausalLM",
 }
 PROMPTS = [list(range(3, 14)), list(range(40, 47)), list(range(30, 36))]
 NEW = 16
@@ -59,13 +38,7 @@ WAYS = {"chain": {}, "batch": {"batch_size": 3}, "tree": {"tree": {"kind": "stat
 @pytest.fixture(scope="module", params=TABLE)
 def case(request, tmp_path_factory, tiny_tokenizer):
     """A target loaded from the folder of a random model, and what that model's own `generate` answers."""
-    text, vision, draft_class = TABLE[request.param]
-    config = getattr(transformers, f"{request.param}Config")(text_config=TEXT | text, vision_config=vision, image_token_id=60)
-    torch.manual_seed(0)
-    model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
-    for parameter in model.parameters():
-        if parameter.ndim >= 2:
-            parameter.mul_(3.0)
+    model = tiny_model(request.param)
     plain = [
         model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0, len(prompt) :].tolist()
         for prompt in PROMPTS
@@ -74,7 +47,7 @@ def case(request, tmp_path_factory, tiny_tokenizer):
     model.save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
     target = load_target(TargetConfig(name=str(folder), dtype="float32", device="cpu"))
-    return SimpleNamespace(target=target, plain=plain, draft_class=draft_class, model=model)
+    return SimpleNamespace(target=target, plain=plain, draft_class=TABLE[request.param], model=model)
 
 
 @torch.no_grad()
@@ -92,7 +65,7 @@ def test_it_decodes_as_its_own_class_generates(case, way):
     target = dataclasses.replace(case.target, eos_token_ids=())
     num_prompts = WAYS[way].get("batch_size", 1)
     config = DecodeConfig(max_new_tokens=NEW, **WAYS[way])
-    answers = generate(target, PROMPTS[:num_prompts], config, DraftLM(noisy(case.target.model), 64))
+    answers = generate(target, PROMPTS[:num_prompts], config, DraftLM(noisy(case.target.model), target.vocab_size))
     assert answers == case.plain[:num_prompts]
 
 
@@ -128,7 +101,7 @@ def test_a_template_that_knows_lists_of_parts_only_is_given_them(case):
 
 
 def test_text_parts_without_a_causal_lm_of_their_own_are_named():
-    with pytest.raises(InputError, match=r"no causal LM with the blocks of mllama_text_model, .* student.init 'model'"):
+    with pytest.raises(InputError, match="mllama_text_model"):
         causal_config(transformers.MllamaConfig().get_text_config())
 
 
@@ -138,5 +111,5 @@ def test_a_checkpoint_without_some_weights_is_refused(case, tmp_path, tiny_token
         tmp_path, state_dict={name: weights[name] for name in weights if "layers.2.self_attn" not in name}
     )
     tiny_tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(InputError, match=r"holds no values for .*layers\.2\.self_attn"):
+    with pytest.raises(InputError, match=r"layers\.2\.self_attn"):
         load_target(TargetConfig(name=str(tmp_path), dtype="float32", device="cpu"))
