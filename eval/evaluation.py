@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -25,7 +26,7 @@ from configs.runtime.run_record import describe_git, describe_hardware, describe
 from configs.runtime.terminal import say
 from configs.schema.evaluation import EvalConfig
 from eval.decoder.decode import check_decodable
-from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP, Laps
+from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP
 from eval.lossless.verdict import judge_lossless
 from eval.measure.interleaved import measure_share
 from eval.measure.proposers import (
@@ -45,14 +46,14 @@ from eval.report.build import build_report
 from eval.report.page import render_html
 from eval.report.schema import Report, SpeedSection, write_report
 from eval.report.tables import render_markdown
-from eval.timing import check_sweep, predict_speed, sweep_rounds, time_generate
+from eval.timing import predict_speed, sweep_rounds, time_generate
 from heads.frozen.loading import Target, load_target
 from heads.frozen.processes import join_processes
 from heads.inference.lean_forward import forward_name
 
 log = logging.getLogger("draftsmith")
 # What comes after the measurement, or says where it goes: a run that is resumed may change these.
-NOT_IN_FINGERPRINT = {"lossless", "cost", "quality", "bootstrap_samples", "output", "overwrite"}
+NOT_IN_FINGERPRINT = {"lossless", "cost", "quality", "output", "overwrite"}
 SUBJECT = ("target.name", "target.revision", "draft", "suite.path", "suite.subset", "suite.split")  # what a report is of
 
 
@@ -72,6 +73,23 @@ class Loaded:
         made_of = [*(suite.sha256 for suite in self.suites), self.target.identity.to_dict(), self.draft.section["sha256"]]
         machine = [describe_hardware(), describe_versions(), self.state.num_processes, torch.get_num_threads()]
         return fingerprint(config.model_dump(mode="json", exclude=NOT_IN_FINGERPRINT), made_of, machine)
+
+
+class Laps:
+    """Seconds of a command's parts, which follow one another; a part may come again."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def done(self, part: str) -> None:
+        """Add the time since the last part ended, or since this object was made, to `part`."""
+        now = time.perf_counter()
+        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._since
+        self._since = now
+
+    def __str__(self) -> str:
+        return ", ".join(f"{part} {seconds:.1f} s" for part, seconds in self.seconds.items())
 
 
 def evaluate(config: EvalConfig) -> int:
@@ -99,17 +117,16 @@ def evaluate(config: EvalConfig) -> int:
     plain, drafted = ([each for tally in tallies.values() for each in tally.of(mode)] for mode in (AUTOREGRESSIVE, SPECULATIVE))
     lossless = judge_lossless(target, plain, drafted, config.decode, config.lossless, loaded.draft.proposer)
     laps.done("losslessness")
-    quality = judge_quality(target, records, suites[0].prompts, config)
+    quality = judge_quality(target, records, suites[0].prompts, config.quality)
     laps.done("quality")
     if not state.is_main_process:
         state.wait_for_everyone()
         return DONE
-    bootstrap = {"samples": config.bootstrap_samples, "seed": config.decode.seed}
     report = build_report(
         suites=[(suite, tallies[suite.name]) for suite in loaded.suites],
         lossless=lossless,
         quality=quality,
-        energy=None if meter is None else summarise_energy(records.timings, meter, **bootstrap),
+        energy=None if meter is None else summarise_energy(records.timings, meter),
         warnings=[*loaded.draft.warnings, *_warnings(config, loaded, tallies)],
         **_describe(config, loaded),
     )
@@ -117,7 +134,7 @@ def evaluate(config: EvalConfig) -> int:
         state.wait_for_everyone()  # the first process is the one that the others meet at
     laps.done("report")
     if report.speed is not None:
-        _time_sweep_and_generate(config, loaded, records, report, report.speed)
+        _time_sweep_and_generate(config, loaded, report, report.speed)
     laps.done("timing sweep")
     _write(output, report)
     laps.done("report")
@@ -142,8 +159,6 @@ def _load(config: EvalConfig, suites: Sequence[Suite]) -> Loaded:
     suite_of = {prompt.prompt_id: suite.name for suite in fitted for prompt in suite.prompts}
     turns = Turns(target, [prompt for suite in fitted for prompt in suite.prompts], suite_of)
     check_decodable(target, turns.first, config.decode)
-    if config.cost is not None:
-        check_sweep(target, config.cost)
     if state.is_main_process:
         write_run_record(Path(config.output), config, processes=state.num_processes)
     state.wait_for_everyone()  # the folder is there
@@ -174,17 +189,14 @@ def _check_output(output: Path, config: EvalConfig) -> None:
             )
 
 
-def _time_sweep_and_generate(config: EvalConfig, loaded: Loaded, records: Tally, report: Report, speed: SpeedSection) -> None:
+def _time_sweep_and_generate(config: EvalConfig, loaded: Loaded, report: Report, speed: SpeedSection) -> None:
     """Add to the report's speed what is timed after the suite: rounds of other sizes, and transformers' `generate`."""
     target, cost = loaded.target, config.cost
     conditional = report.acceptance.position_conditional
     if cost is not None and any(conditional):
-        placeholder = target.runner.placeholder  # forwards are timed on text: later rounds read neither images nor sounds
-        plain = records.of(AUTOREGRESSIVE)
-        text = [token for each in plain for token in (*each.prompt_tokens, *each.tokens) if token != placeholder]
-        if sweep := sweep_rounds(target, loaded.draft.proposer, text, config.decode, cost):
-            drafts, batch = config.decode.num_speculative_tokens, config.decode.batch_size
-            speed.predicted = predict_speed(sweep, conditional, drafts=drafts, batch=batch, context=cost.context_tokens)
+        sweep = sweep_rounds(target, loaded.draft.proposer, loaded.turns.first, config.decode, cost)
+        drafts, batch = config.decode.num_speculative_tokens, config.decode.batch_size
+        speed.predicted = predict_speed(sweep, conditional, drafts=drafts, batch=batch) if sweep else None
     if cost is not None and speed.predicted is None:
         log.warning("the draft proposed nothing, or nothing of it was accepted: there is no prediction of its speed")
     speed.generate = time_generate(target, loaded.turns.first, config)
@@ -207,8 +219,6 @@ def _describe(config: EvalConfig, loaded: Loaded) -> dict[str, Any]:
             "lookup_expects": config.lookup_must_expect,
             "lookup_answer_tokens": sum(map(len, loaded.answers)),
         },
-        "bootstrap_samples": config.bootstrap_samples,
-        "seed": config.decode.seed,
         "hardware": describe_hardware()
         | {"device": str(target.device), "threads": torch.get_num_threads(), "processes": loaded.state.num_processes},
         "versions": describe_versions(),

@@ -1,8 +1,8 @@
 """Judge a report by a gate: `python eval/gate.py report.json --config configs/gates/run.yaml [--baseline previous.json]`.
 
-Prints a table and writes the verdict beside the report as `gate.json`, `gate.md` (for a pull request) and `gate.xml` (JUnit,
-for a CI system). Ends with 0 for pass, 1 for fail, 2 for bad input, 3 where the prompts were too few to say. With
-`--artifact FOLDER` the draft that is to be released must be, by its hash, the one that was measured (`eval.release`).
+Prints a table and writes the verdict beside the report as `gate.json` and `gate.md` (for a pull request). Ends with 0 for pass,
+1 for fail, 2 for bad input, 3 where the prompts were too few to say. With `--artifact FOLDER` the draft that is to be released
+must be, by its hash, the one that was measured (`eval.release`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from configs.runtime.files import sha256_of, write_json, write_text
 from configs.runtime.redaction import mask_secrets
 from configs.runtime.terminal import one_line, say
 from configs.schema.evaluation import GateConfig
-from eval.release import as_junit, as_markdown, as_table, as_values, judge, read_artifact
+from eval.release import as_markdown, as_table, as_values, judge, read_artifact
 from eval.report.schema import load_report, report_file
 from eval.report.text import headline
 
@@ -36,7 +36,7 @@ def main(config: GateConfig, args: argparse.Namespace) -> int:
     baseline_path = None if args.baseline is None else report_file(args.baseline)
     output = report_path.with_name("gate.json")
     reports = [path.resolve() for path in (report_path, baseline_path) if path is not None]
-    for file in map(output.with_suffix, (".json", ".md", ".xml")):  # an earlier verdict, which bad input would leave behind
+    for file in map(output.with_suffix, (".json", ".md")):  # an earlier verdict, which bad input would leave behind
         if file.resolve() in reports:
             raise InputError(f"the verdict would overwrite the report {file}; give that another name")
         try:
@@ -60,7 +60,6 @@ def main(config: GateConfig, args: argparse.Namespace) -> int:
     }
     write_json(output, record)
     write_text(output.with_suffix(".md"), as_markdown(verdict, report))
-    write_text(output.with_suffix(".xml"), as_junit(verdict))
     say(f"{one_line(headline(report))}\n\n{as_table(verdict)}")
     return code
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from configs.runtime.errors import InputError
-from configs.schema.evaluation import EvalConfig, QualityConfig
+from configs.schema.evaluation import QualityConfig
 from distill.generation.prompts import Prompt
 from eval.decoder.records import AUTOREGRESSIVE, ENDED, FAILED, SPECULATIVE, Generation
 from eval.lossless.teacher_forcing import answer_logits, pair_answers
@@ -53,76 +53,72 @@ def check_references(config: QualityConfig | None, prompts: Sequence[Prompt]) ->
             )
 
 
-def judge_quality(target: Target, records: Tally, prompts: Sequence[Prompt], config: EvalConfig) -> dict[str, Any] | None:
+def judge_quality(
+    target: Target, records: Tally, prompts: Sequence[Prompt], asked: QualityConfig | None
+) -> dict[str, Any] | None:
     """Return the report's `quality` section; `None` where it is not asked for."""
-    asked = config.quality
     if asked is None:
         return None
     pairs = pair_answers(records.of(AUTOREGRESSIVE), records.of(SPECULATIVE))
     complete = [pair for pair in pairs if not FAILED.intersection(answer.stop_reason for answer in pair)]
     references = {prompt.prompt_id: prompt.answer for prompt in prompts}
-    side_by_side = SideBySide(complete, samples=config.bootstrap_samples, seed=config.decode.seed)
     return {
         "num_answers": len(complete),
         "num_identical": sum(plain.tokens == speculative.tokens for plain, speculative in complete),
         "num_failed": len(pairs) - len(complete),
         "num_cut": sum(any(answer.stop_reason not in ENDED for answer in pair) for pair in complete),
-        "perplexity": side_by_side.perplexity(target) if asked.perplexity and complete else None,
-        "exact_match": side_by_side.exact_match(target, references) if asked.exact_match and complete else None,
+        "perplexity": compare_perplexity(target, complete) if asked.perplexity and complete else None,
+        "exact_match": compare_exact_match(target, complete, references) if asked.exact_match and complete else None,
     }
 
 
-class SideBySide:
-    """Plain and speculative answers to the same requests, none of them failed."""
+def compare_perplexity(target: Target, pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Return exp(mean negative log-probability of a token), pooled over all tokens of all answers."""
+    rows = []
+    for plain, speculative in pairs:
+        nats = nats_of(target, plain)
+        other = nats if plain.tokens == speculative.tokens else nats_of(target, speculative)
+        rows.append((nats, len(plain.tokens), other, len(speculative.tokens)))
+    return intervals(
+        _by_prompt(pairs, rows),
+        autoregressive=lambda sums: np.exp(sums[0] / sums[1]),
+        speculative=lambda sums: np.exp(sums[2] / sums[3]),
+        ratio=lambda sums: np.exp(sums[2] / sums[3] - sums[0] / sums[1]),
+    )
 
-    def __init__(self, pairs: Sequence[Pair], *, samples: int, seed: int) -> None:
-        self.pairs, self.samples, self.seed = pairs, samples, seed
 
-    def perplexity(self, target: Target) -> dict[str, Any]:
-        """Return exp(mean negative log-probability of a token), pooled over all tokens of all answers."""
-        rows = []
-        for plain, speculative in self.pairs:
-            nats = nats_of(target, plain)
-            other = nats if plain.tokens == speculative.tokens else nats_of(target, speculative)
-            rows.append((nats, len(plain.tokens), other, len(speculative.tokens)))
-        return self._intervals(
-            self._by_prompt(rows),
-            autoregressive=lambda sums: np.exp(sums[0] / sums[1]),
-            speculative=lambda sums: np.exp(sums[2] / sums[3]),
-            ratio=lambda sums: np.exp(sums[2] / sums[3] - sums[0] / sums[1]),
-        )
+def compare_exact_match(target: Target, pairs: Sequence[Pair], references: Mapping[str, str | None]) -> dict[str, Any]:
+    """Return the share of answers that end in the reference's number, in both modes; every answer weighs the same."""
 
-    def exact_match(self, target: Target, references: Mapping[str, str | None]) -> dict[str, Any]:
-        """Return the share of answers that end in the reference's number, in both modes; every answer weighs the same."""
+    def score(answer: Generation) -> float:
+        text = target.tokenizer.decode(list(answer.tokens), skip_special_tokens=True)
+        return float(final_number(str(text)) == final_number(references[answer.prompt_id] or ""))
 
-        def score(answer: Generation) -> float:
-            text = target.tokenizer.decode(list(answer.tokens), skip_special_tokens=True)
-            return float(final_number(str(text)) == final_number(references[answer.prompt_id] or ""))
+    scored = [[score(answer) for answer in pair] for pair in pairs]
+    columns = _by_prompt(pairs, [(*scores, 1.0) for scores in scored])
+    section = intervals(
+        columns,
+        autoregressive=lambda sums: sums[0] / sums[2],
+        speculative=lambda sums: sums[1] / sums[2],
+        difference=lambda sums: (sums[1] - sums[0]) / sums[2],
+    )
+    num_changed = sum(plain != speculative for plain, speculative in scored)
+    if num_changed == 0:
+        section["difference_ci"] = unseen_change(len(columns[0]))
+    return {**section, "num_changed": num_changed}
 
-        scored = [[score(answer) for answer in pair] for pair in self.pairs]
-        columns = self._by_prompt([(*scores, 1.0) for scores in scored])
-        section = self._intervals(
-            columns,
-            autoregressive=lambda sums: sums[0] / sums[2],
-            speculative=lambda sums: sums[1] / sums[2],
-            difference=lambda sums: (sums[1] - sums[0]) / sums[2],
-        )
-        num_changed = sum(plain != speculative for plain, speculative in scored)
-        if num_changed == 0:
-            section["difference_ci"] = unseen_change(len(columns[0]))
-        return {**section, "num_changed": num_changed}
 
-    def _by_prompt(self, rows: Sequence[Sequence[float]]) -> list[Floats]:
-        """Add up the numbers of each prompt's turns, a row a pair; return them as columns, each [prompts]."""
-        sums: dict[str, Floats] = {}
-        for (plain, _), row in zip(self.pairs, rows, strict=True):
-            sums[plain.prompt_id] = sums.get(plain.prompt_id, np.zeros(len(row))) + np.asarray(row, dtype=np.float64)
-        return list(np.stack(list(sums.values()), axis=1))
+def _by_prompt(pairs: Sequence[Pair], rows: Sequence[Sequence[float]]) -> list[Floats]:
+    """Add up the numbers of each prompt's turns, a row a pair; return them as columns, each [prompts]."""
+    sums: dict[str, Floats] = {}
+    for (plain, _), row in zip(pairs, rows, strict=True):
+        sums[plain.prompt_id] = sums.get(plain.prompt_id, np.zeros(len(row))) + np.asarray(row, dtype=np.float64)
+    return list(np.stack(list(sums.values()), axis=1))
 
-    def _intervals(self, columns: Sequence[Floats], **statistics: Callable[[Floats], Floats]) -> dict[str, Any]:
-        """Return each statistic of the columns' sums as a number and its `_ci`."""
-        settings = {"samples": self.samples, "seed": self.seed}
-        return fields_of({name: statistic_interval(each, *columns, **settings) for name, each in statistics.items()})
+
+def intervals(columns: Sequence[Floats], **statistics: Callable[[Floats], Floats]) -> dict[str, Any]:
+    """Return each statistic of the columns' sums as a number and its `_ci`."""
+    return fields_of({name: statistic_interval(each, *columns) for name, each in statistics.items()})
 
 
 def nats_of(target: Target, answer: Generation) -> float:

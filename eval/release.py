@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
-from xml.etree import ElementTree
 
 from pydantic import BaseModel
 
@@ -30,7 +28,6 @@ from eval.report.tables import Table, as_markdown_table, as_text, code, escape
 from eval.report.text import UNTESTED, describe_checks, exactness, headline, settings, short, significant, warnings
 from eval.stats import Interval
 
-MIN_RESAMPLES = 200  # of the bootstrap behind a report's intervals
 PAIRED = dict(zip(RELATIVE, (tau_change, speed_change), strict=True))
 EVERY_CATEGORY = "by_category.*."
 MORE_THAN_ONE = math.nextafter(1.0, math.inf)  # a draft that only equals what is free is not worth its training
@@ -66,9 +63,6 @@ def judge(report: Report, config: GateConfig, baseline: Report | None = None, ar
         asked = f"all {suite.prompts.num_asked} asked for"
         findings.append(_finding(f"prompts of {name}", float(suite.prompts.num_prompts), asked, _unfit(suite.prompts)))
     findings.append(_judge_provenance(report, config, artifact))
-    if (samples := report.statistics.bootstrap_samples) < MIN_RESAMPLES:
-        reason = "so few resamples make intervals of chance: evaluate with bootstrap_samples as it is by default"
-        findings.append(_finding("intervals", float(samples), f"at least {MIN_RESAMPLES} resamples", reason, "inconclusive"))
     for rule in config.rules:
         findings += _judge_rule(report, rule, baseline)
     for name in config.must_beat:
@@ -270,9 +264,6 @@ def _value_at(section: Any, path: str, before: str = "") -> Any:
 
 GateOutcome = Literal["pass", "fail", "inconclusive"]
 SIGNS = {"pass": "✅ pass", "fail": "❌ fail", "inconclusive": "❔ inconclusive"}
-ELEMENTS = {"fail": "failure", "inconclusive": "error"}  # of JUnit
-# Characters that no XML document may hold, not even escaped (XML 1.0, section 2.2).
-FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,29 +328,3 @@ def measured(finding: Finding) -> str:
         return finding.value or "not measured"
     bounds = "" if finding.low is None else f" [{finding.low:.3f}, {finding.high:.3f}]"
     return f"{significant(finding.value, 4)}{bounds}"
-
-
-def as_junit(verdict: GateVerdict) -> str:
-    """Return the verdict as JUnit XML, a case a check, named with what it asks: two rules may be on the same number."""
-    outcomes = [finding.outcome for finding in verdict.findings]
-    counts = {"tests": len(outcomes), "failures": outcomes.count("fail"), "errors": outcomes.count("inconclusive")}
-    attributes = {"name": "draftsmith gate"} | {name: str(count) for name, count in counts.items()}
-    root = ElementTree.Element("testsuites", attributes)
-    suite = ElementTree.SubElement(root, "testsuite", attributes | {"skipped": "0", "time": "0"})
-    for each in verdict.findings:
-        name, found = _legal(f"{each.check}: {each.required}"), f"{each.check} is {measured(each)}, asked: {each.required}"
-        case = ElementTree.SubElement(suite, "testcase", {"classname": "draftsmith.gate", "name": name, "time": "0"})
-        if each.outcome == "pass":
-            ElementTree.SubElement(case, "system-out").text = _legal(found)
-        else:
-            why = {"type": each.outcome, "message": _legal(each.reason)}
-            ElementTree.SubElement(case, ELEMENTS[each.outcome], why).text = _legal(f"{found}\n{each.reason}")
-    if verdict.notes:
-        ElementTree.SubElement(suite, "system-out").text = _legal("\n".join(verdict.notes))
-    ElementTree.indent(root)
-    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
-
-
-def _legal(text: str) -> str:
-    """Return text without the characters that no XML document may hold."""
-    return FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", text)

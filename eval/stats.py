@@ -22,6 +22,7 @@ Floats = NDArray[np.float64]
 Column = Sequence[float] | Floats  # [clusters]
 LEVEL = 0.95
 POWER = 0.8  # of the test that finds a detectable effect
+RESAMPLES = 2000  # of every interval
 DRAWS_AT_A_TIME = 1 << 20  # drawn clusters held in memory together; a constant, because the random stream is cut here
 
 
@@ -44,17 +45,19 @@ def fields_of(found: Mapping[str, Interval]) -> dict[str, float | list[float] | 
     return {name: each.point for name, each in found.items()} | {f"{name}_ci": each.bounds for name, each in found.items()}
 
 
-def ratio_interval(numerators: Column, denominators: Column, *, samples: int, seed: int) -> Interval:
+def ratio_interval(numerators: Column, denominators: Column, *, samples: int = RESAMPLES, seed: int = 0) -> Interval:
     """Return sum(numerators) / sum(denominators) with its interval: a pooled ratio, not the mean of ratios."""
     return statistic_interval(lambda sums: sums[0] / sums[1], numerators, denominators, samples=samples, seed=seed)
 
 
-def paired_ratio_interval(a: Column, b: Column, c: Column, d: Column, *, samples: int, seed: int) -> Interval:
+def paired_ratio_interval(a: Column, b: Column, c: Column, d: Column, *, samples: int = RESAMPLES, seed: int = 0) -> Interval:
     """Return (sum a / sum b) / (sum c / sum d) with its interval; what both sides share cancels in each resample."""
     return statistic_interval(lambda sums: (sums[0] / sums[1]) / (sums[2] / sums[3]), a, b, c, d, samples=samples, seed=seed)
 
 
-def statistic_interval(statistic: Callable[[Floats], Floats], *columns: Column, samples: int, seed: int) -> Interval:
+def statistic_interval(
+    statistic: Callable[[Floats], Floats], *columns: Column, samples: int = RESAMPLES, seed: int = 0
+) -> Interval:
     """Return a statistic of column sums [columns, or columns x resamples] with its interval; clusters of zeros are left out."""
     columns_FC = np.stack([np.asarray(column, dtype=np.float64) for column in columns])
     if not np.isfinite(columns_FC).all():
@@ -130,25 +133,22 @@ def g_test(counts: Sequence[int], probabilities: Sequence[float]) -> GTest:
 # --- detectable effects -------------------------------------------------------------------------------------------
 
 
-def detectable_percent(above: Sequence[Column], below: Sequence[Column]) -> float | None:
-    """Return the least change that shows of sum(above[0]) sum(above[1]) ... / (sum(below[0]) ...), in percent of it.
+def detectable_percent(numerators: Column, denominators: Column) -> float | None:
+    """Return the least change that shows of sum(numerators) / sum(denominators) against a fixed number, in percent of it.
 
     A two-sided test finds it with probability `POWER`: it is (t_{n-1}((1 + level) / 2) + t_{n-1}(power)) standard errors, with
-    Student's quantiles for n prompts.
-
-    The standard error is that of the linearisation (Cochran, Sampling Techniques, 1977, chapter 6): prompt i moves sum c / sum
-    r by c_i / sum c - r_i / sum r of it. Two ratios on the same prompts have one side's numerators and the other's denominators
-    above, so that what they share cancels. `None` with fewer than two prompts, or where a sum is 0.
+    Student's quantiles for n prompts. The standard error is that of the linearisation (Cochran, Sampling Techniques, 1977,
+    chapter 6): prompt i moves sum c / sum r by c_i / sum c - r_i / sum r of it. `None` with fewer than two prompts, or where a
+    sum is 0.
     """
-    columns_FC = np.stack([np.asarray(column, np.float64) for column in (*above, *below)])
-    columns_FC = columns_FC[:, columns_FC.any(axis=0)]
-    sums_F1, num_prompts = columns_FC.sum(axis=1, keepdims=True), columns_FC.shape[1]
-    if num_prompts < 2 or not sums_F1.all():
+    columns_2P = np.stack([np.asarray(column, np.float64) for column in (numerators, denominators)])
+    columns_2P = columns_2P[:, columns_2P.any(axis=0)]
+    sums_21, num_prompts = columns_2P.sum(axis=1, keepdims=True), columns_2P.shape[1]
+    if num_prompts < 2 or not sums_21.all():
         return None
-    shares_FC = columns_FC / sums_F1
-    moves_C = shares_FC[: len(above)].sum(axis=0) - shares_FC[len(above) :].sum(axis=0)
-    moves_C -= moves_C.mean()  # they sum to 0 where as many columns are above as below
-    standard_error = math.sqrt(num_prompts / (num_prompts - 1) * float(moves_C @ moves_C))
+    numerator_P, denominator_P = columns_2P / sums_21
+    moves_P = numerator_P - denominator_P
+    standard_error = math.sqrt(num_prompts / (num_prompts - 1) * float(moves_P @ moves_P))
     quantiles = [student_quantile(probability, num_prompts - 1) for probability in ((1 + LEVEL) / 2, POWER)]
     return 100 * sum(quantiles) * standard_error
 

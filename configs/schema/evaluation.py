@@ -12,7 +12,6 @@ from configs.schema.base import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
-    PositiveShare,
     Settings,
     unless_once,
     unless_rising,
@@ -36,12 +35,11 @@ class QualityConfig(Settings):
 
 
 class CostConfig(Settings):
-    """A timing sweep: every number of drafts at each batch size. About half a minute with SmolLM2-135M on two cores."""
+    """A timing sweep: every number of drafts at each batch size. About a minute with SmolLM2-135M on two cores."""
 
     num_speculative_tokens: PositiveInt = 8  # 1 to this many, or as many as the draft can
     batch_sizes: list[PositiveInt] = Field(default=[1, 8], min_length=1)  # timed; those between are interpolated
-    context_tokens: Annotated[int, Field(ge=8)] = 128  # before a round
-    repeats: PositiveInt = 3  # of each timing
+    repeats: PositiveInt = 3  # batches that are decoded in every way
 
     def objections(self) -> Iterator[str]:
         yield from unless_rising("batch_sizes", self.batch_sizes, "size")
@@ -57,7 +55,6 @@ class SuiteConfig(Settings):
     subset: str | None = None  # data set: configuration name
     split: str = "test"  # data set
     num_prompts: PositiveInt | None = None  # None: all; otherwise spread evenly over the categories
-    max_turns: PositiveInt | None = None  # None: all; the report warns of those left out
     system: str | None = None  # the system message of prompts that have none; None: none, so that of the chat template
     # A first turn that fills the target's context ends the run, is left out, or loses its middle; the report warns of how many
     on_too_long: Literal["refuse", "skip", "truncate"] = "refuse"
@@ -77,9 +74,6 @@ class LosslessConfig(Settings):
     # At temperature > 0: samples of one text whose first tokens are counted and tested against their exact probabilities. 0: no
     # test. 10 s of one core with SmolLM2-135M.
     first_token_samples: NonNegativeInt = 512
-    # The total variation from the target's distribution that the test must be able to show in four of five runs; one that would
-    # miss it is inconclusive where it finds nothing.
-    must_show_variation: PositiveShare = 0.2
 
 
 FreeDraft = Literal["prompt_lookup", "suffix_lookup"]  # ways of drafting that need no training: they copy from a text
@@ -93,8 +87,8 @@ class EvalConfig(Settings):
     # An artifact, the output folder of its training, or any causal LM with the target's tokenizer: a folder, or
     # owner/name[@revision] on the Hub. Or a list, merged into one tree
     draft: str | list[str] = "runs/distill/artifact"
-    # Accepted drafts that suffix lookup must expect to take a round from the draft (`try_with_lookup`). None: 2.25 at
-    # temperature 0, 6 at temperature 1
+    # Where a lookup is one of the baselines, one draft of chains is also measured with suffix lookup before it, round by round:
+    # accepted drafts that the lookup must expect to take a round. None: 2.25 at temperature 0, 6 at temperature 1
     lookup_expects: NonNegativeFloat | None = None
     # A data file, such as the one the draft was trained on, whose answers suffix lookup knows from the start, but those to
     # prompts of the suites
@@ -112,13 +106,10 @@ class EvalConfig(Settings):
     baselines: list[FreeDraft] = ["prompt_lookup"]  # measured beside the draft (`eval.measure.proposers`)
     # Drafts a round of prompt lookup among them, which is a rival at its best only; None: the fastest of a few
     lookup_num_speculative_tokens: PositiveInt | None = None
-    # Where a lookup is one of the baselines, also measure one draft of chains with suffix lookup before it, round by round
-    try_with_lookup: bool = True
     lossless: LosslessConfig = LosslessConfig()
     cost: CostConfig | None = None  # a timing sweep, from which the speed at other settings is predicted; None: no prediction
     quality: QualityConfig | None = None  # what answers are worth, with and without the draft; a lossy mode needs it
     energy: bool = False  # joules per token, by the machine's own counters where they can be read
-    bootstrap_samples: PositiveInt = 2000  # of prompts, for each interval
     output: str = "runs/eval"  # folder: report.json, report.html, report.md, records.jsonl
     overwrite: bool = False  # write over the report of another target, draft or suite in `output`; else that is refused
 
@@ -160,7 +151,7 @@ class EvalConfig(Settings):
     def tries_lookup(self) -> bool:
         """Whether the draft is also measured with suffix lookup beside it."""
         fits = self.decode.num_speculative_tokens > 0 and self.decode.lossy is None and self.decode.tree is None
-        return self.try_with_lookup and bool(self.baselines) and len(self.drafts) == 1 and fits
+        return bool(self.baselines) and len(self.drafts) == 1 and fits
 
     @field_validator("draft", mode="before")
     @classmethod
@@ -199,7 +190,7 @@ class EvalConfig(Settings):
         if not self.drafts:
             yield "draft names no artifact folder: give one, or a list of several"
         if not set(get_args(FreeDraft)).isdisjoint(self.drafts):
-            yield f"draft names artifacts, got {self.drafts}; a lookup is a baseline, and try_with_lookup puts it first"
+            yield f"draft names artifacts, got {self.drafts}; a lookup is one of the baselines"
         if len(set(self.drafts)) < len(self.drafts):
             yield f"draft names the same folder twice, got {self.drafts}; a draft adds nothing to itself"
         if len(self.drafts) == 1:

@@ -4,7 +4,6 @@ Plain decoding is the same loop without a proposer. Both are lossless unless `co
 """
 
 from eval.decoder.decode import decode, generate
-from eval.decoder.records import Generation
-from eval.decoder.request import Request
+from eval.decoder.records import Generation, Request
 
 __all__ = ["Generation", "Request", "decode", "generate"]

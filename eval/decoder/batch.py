@@ -16,9 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from configs.schema.decoding import DecodeConfig
-from eval.decoder.lossy import RelaxedVerifier, TypicalVerifier
-from eval.decoder.records import Clock, DistributionComparison, Round
-from eval.decoder.request import BatchRow, Request
+from eval.decoder.records import BatchRow, Clock, Request, Round
 from eval.decoder.verifier import Verifier, compare_distributions, finite_rows
 from heads.device import RowInts, row_ints, row_tensor
 from heads.frozen.hidden_states import TargetStates, forward_states
@@ -28,11 +26,6 @@ from heads.inference.kv_cache import LAYERS
 from heads.proposers.protocol import Proposal, Proposer, RoundInputs, TargetReader, TreeProposer
 from heads.sampling.draws import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention, tree_attention, tree_from
-
-VERIFIERS: dict[str, type[Verifier]] = {
-    "typical": TypicalVerifier,
-    "neighbourhood": RelaxedVerifier,
-}  # by `DecodeConfig.rule`; the others are lossless
 
 
 class BatchRun:
@@ -45,15 +38,14 @@ class BatchRun:
         config: DecodeConfig,
         proposer: Proposer | None = None,
         measure_overlap: bool = False,
-        clock: Clock | None = None,
     ) -> None:
         self.target, self.config, self.proposer = target, config, proposer
         self.measure_overlap = measure_overlap
-        self.clock = Clock(target.device) if clock is None else clock
+        self.clock = Clock(target.device)
         self.rows = [BatchRow(request, target, config) for request in requests]
         self.active = list(self.rows)
         self.rng = CounterRNG(config.seed, [request.number for request in requests], target.device)
-        self.verifier = (Verifier if proposer is None else VERIFIERS.get(config.rule, Verifier))(config)
+        self.verifier = Verifier(config if proposer is not None else config.model_copy(update={"lossy": None}))
         self.tree, num_slots = None, config.num_speculative_tokens
         if config.tree is not None and isinstance(proposer, TreeProposer):
             self.tree = tree_from(config.tree, config.num_speculative_tokens)
@@ -177,11 +169,10 @@ class BatchRun:
         """Return the numbers of `compare_distributions` by row and draft; None for trees and for drafts without logits."""
         if proposal.logits_BGV is None or not any(round_.drafted for round_ in rounds):
             return None
-        with self.clock.phase("measure"):
-            # Drafts behind the first rejected one were verified in no row.
-            J = min(proposal.tokens_BG.shape[1], 1 + max(round_.num_accepted for round_ in rounds))
-            columns_BJF = compare_distributions(logits_BKV[:, :J], proposal.logits_BGV[:, :J], self.config)
-            return cast(list[list[list[float]]], columns_BJF.tolist())
+        # Drafts behind the first rejected one were verified in no row.
+        J = min(proposal.tokens_BG.shape[1], 1 + max(round_.num_accepted for round_ in rounds))
+        columns_BJF = compare_distributions(logits_BKV[:, :J], proposal.logits_BGV[:, :J], self.config)
+        return cast(list[list[list[float]]], columns_BJF.tolist())
 
     def _keep_paths(
         self, starts: RowInts, paths: Sequence[Sequence[int]], path_BD: Tensor, states: TargetStates
@@ -248,13 +239,11 @@ def _tree_round(numbers: Sequence[int], depth: int) -> Round:
 def _record(row: BatchRow, round_: Round, compared: Sequence[Sequence[float]] | None) -> None:
     """Commit a round to its row, up to the end of the text; `compared` has the numbers of each draft, where measured."""
     committed = row.commit(round_.committed)
-    overlap, distributions = None, None
+    overlap, uncovered = None, None
     if compared is not None and round_.drafted:
         # A verified draft left one token, itself or the one in its place; what follows an end of text was not verified.
         verified = compared[: min(len(committed), len(round_.drafted))]
-        columns = (tuple(column) for column in zip(*verified, strict=True)) if verified else [()] * 4
-        overlap, kl, uncovered, agrees = columns
-        distributions = DistributionComparison(kl, uncovered, tuple(map(bool, agrees)))
+        overlap, uncovered = (tuple(each[column] for each in verified) for column in (0, 1))
     row.rounds.append(
         replace(
             round_,
@@ -262,6 +251,6 @@ def _record(row: BatchRow, round_: Round, compared: Sequence[Sequence[float]] | 
             committed=committed,
             ranks=None if round_.ranks is None else round_.ranks[: len(committed)],
             overlap=overlap,
-            distributions=distributions,
+            uncovered=uncovered,
         )
     )

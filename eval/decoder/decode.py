@@ -17,8 +17,7 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.batch import BatchRun
 from eval.decoder.particles import ParticleRun
-from eval.decoder.records import AUTOREGRESSIVE, Clock, Generation, Timing
-from eval.decoder.request import BatchRow, Request
+from eval.decoder.records import AUTOREGRESSIVE, BatchRow, Generation, Request, Timing
 from heads.frozen.loading import Target
 from heads.inference.model_checks import check_rolls_back
 from heads.proposers.protocol import Proposer, TreeProposer
@@ -61,7 +60,6 @@ def decode(
     mode: str = AUTOREGRESSIVE,
     repeat: int = 0,
     measure_overlap: bool = False,
-    clock: Clock | None = None,
 ) -> tuple[list[Generation], Timing]:
     """Continue a batch of requests together until each has ended.
 
@@ -71,8 +69,7 @@ def decode(
         proposer: the draft; None, or `num_speculative_tokens` 0, is plain decoding.
         mode, repeat: labels for the records.
         measure_overlap: also compare the two distributions at each verified draft of a chain
-            (`eval.decoder.verifier.compare_distributions`); the time for it is counted apart.
-        clock: counts the time by phase; a new one for each call. None: a `Clock`.
+            (`eval.decoder.verifier.compare_distributions`), which takes time.
 
     Returns:
         The generations in the order of the requests, and the batch's timing.
@@ -84,14 +81,13 @@ def decode(
     proposer = proposer if config.num_speculative_tokens else None
     if proposer is not None:
         check_drafts(proposer, config)
-    clock = Clock(target.device) if clock is None else clock
-    run = start_run(target, requests, config, proposer, measure_overlap, clock)
-    with clock.phase("prefill"):
+    run = start_run(target, requests, config, proposer, measure_overlap)
+    with run.clock.phase("prefill"):
         run.prefill()
-    with clock.phase("decode"):
+    with run.clock.phase("decode"):
         while run.active:
             run.round()
-    return [row.to_generation(mode) for row in run.rows], _timing(run.rows, clock.seconds, mode, repeat)
+    return [row.to_generation(mode) for row in run.rows], _timing(run.rows, run.clock.seconds, mode, repeat)
 
 
 def start_run(
@@ -100,12 +96,11 @@ def start_run(
     config: DecodeConfig,
     proposer: Proposer | None,
     measure_overlap: bool = False,
-    clock: Clock | None = None,
 ) -> BatchRun:
     """Start a batch by the rule of `config`; for the arguments see `decode`. Particles compare no distributions."""
     if config.rule != "smc" or proposer is None:
-        return BatchRun(target, requests, config, proposer, measure_overlap, clock)
-    return ParticleRun(target, requests, config, proposer, clock)
+        return BatchRun(target, requests, config, proposer, measure_overlap)
+    return ParticleRun(target, requests, config, proposer)
 
 
 def check_drafts(proposer: Proposer, config: DecodeConfig) -> None:
@@ -164,9 +159,8 @@ def _timing(rows: Sequence[BatchRow], seconds: Mapping[str, float], mode: str, r
         num_tokens=sum(max(0, row.num_answered - 1) for row in rows),  # no prefill token where the prefill failed
         num_rounds=sum(len(row.rounds) for row in rows),
         prefill_seconds=seconds["prefill"],
-        decode_seconds=seconds["decode"] - seconds["measure"],
+        decode_seconds=seconds["decode"],
         draft_seconds=seconds["draft"],
         verify_seconds=seconds["verify"],
         sample_seconds=seconds["sample"],
-        measure_seconds=seconds["measure"],
     )

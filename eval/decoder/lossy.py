@@ -13,66 +13,40 @@ B rows, G drafts, N nodes with the root, or neighbours of a token, K = G + 1, D 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
-from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from configs.runtime.errors import InputError, first_line
-from configs.schema.decoding import DecodeConfig, NeighbourhoodAcceptance, TypicalAcceptance
-from eval.decoder.rules import CANDIDATE_RULES, CandidateChoice, CandidateRule, ChainVerification, TreeVerification
-from eval.decoder.verifier import RULES, Verifier, rooted
-from heads.device import RowInts, widest_float
-from heads.proposers.protocol import Proposal, RoundInputs
-from heads.sampling.draws import token_probabilities
-from heads.sampling.token_tree import DynamicTreeSpec, Tree
+from configs.schema.decoding import NeighbourhoodAcceptance, TypicalAcceptance
+from eval.decoder.rules import CandidateChoice, CandidateRule, ChainRule, ChainVerification, TreeVerification
+from heads.device import widest_float
 
 AT_ONCE = 4096  # codes whose distances to all others are held at a time
-ChainRule = Callable[..., ChainVerification]  # as in `eval.decoder.rules`
 
 
-class TypicalVerifier(Verifier):
-    """Verifies chains and trees by typical acceptance."""
-
-    def __init__(self, config: DecodeConfig) -> None:
-        super().__init__(config)
-        lossy = cast(TypicalAcceptance, config.lossy)
-        self.limits = (lossy.epsilon, lossy.delta)
-
-    def chain(self, logits_BKV: Tensor, proposal: Proposal, num_drafted: RowInts, inputs: RoundInputs) -> ChainVerification:
-        p_BKV = token_probabilities(logits_BKV, self.config)
-        return verify_typical(p_BKV, proposal.tokens_BG, num_drafted.tensor_B, *self.limits)
-
-    def tree(
-        self, logits_BKV: Tensor, proposal: Proposal, depths_BK: Tensor, inputs: RoundInputs, tree: Tree | DynamicTreeSpec
-    ) -> TreeVerification:
-        p_BKV = token_probabilities(logits_BKV, self.config)
-        return verify_typical_tree(p_BKV, *rooted(proposal), tree.depth, *self.limits)
-
-
-def typical_threshold(p: Tensor, epsilon: float, delta: float) -> Tensor:
+def typical_threshold(p: Tensor, limits: TypicalAcceptance) -> Tensor:
     """Return min(epsilon, delta exp(-H(p))) `[...]` of distributions `[..., V]`: what a plausible token's probability exceeds.
 
     The entropy H is in nats; epsilon is below 1, at which a point mass would refuse its own token.
     """
     entropy = -torch.xlogy(p, p).sum(-1)
-    return (delta * (-entropy).exp()).clamp(max=epsilon)
+    return (limits.delta * (-entropy).exp()).clamp(max=limits.epsilon)
 
 
-def verify_typical(p_BKV: Tensor, tokens_BG: Tensor, num_drafted_B: Tensor, epsilon: float, delta: float) -> ChainVerification:
+def verify_typical(p_BKV: Tensor, tokens_BG: Tensor, num_drafted_B: Tensor, limits: TypicalAcceptance) -> ChainVerification:
     """Keep the leading drafts that are plausible, then put the target's likeliest token; a chain is a tree of one branch."""
     chain_N = torch.arange(-1, tokens_BG.shape[1], device=tokens_BG.device)
     tokens_BN = torch.nn.functional.pad(tokens_BG, (1, 0))
     parents_BN = torch.where(chain_N < num_drafted_B.unsqueeze(1), chain_N, -1)
-    verdict = verify_typical_tree(p_BKV, tokens_BN, parents_BN, tokens_BG.shape[1], epsilon, delta)
+    verdict = verify_typical_tree(p_BKV, tokens_BN, parents_BN, tokens_BG.shape[1], limits)
     return ChainVerification(verdict.num_accepted_B, verdict.next_token_B)
 
 
 def verify_typical_tree(
-    p_BNV: Tensor, tokens_BN: Tensor, parents_BN: Tensor, depth: int, epsilon: float, delta: float
+    p_BNV: Tensor, tokens_BN: Tensor, parents_BN: Tensor, depth: int, limits: TypicalAcceptance
 ) -> TreeVerification:
     """Keep the deepest path of plausible tokens, the likeliest of equals, then put the target's likeliest token.
 
@@ -82,7 +56,7 @@ def verify_typical_tree(
     parents_BN = parents_BN.expand_as(tokens_BN)
     above_BN = parents_BN.clamp(min=0)
     p_of_node_BN = p_BNV[rows_B.unsqueeze(1), above_BN, tokens_BN]
-    plausible_BN = (p_of_node_BN > typical_threshold(p_BNV, epsilon, delta).gather(1, above_BN)) & (parents_BN >= 0)
+    plausible_BN = (p_of_node_BN > typical_threshold(p_BNV, limits).gather(1, above_BN)) & (parents_BN >= 0)
     log_p_BN = p_of_node_BN.to(widest_float(p_of_node_BN.device)).log()
     # By node the length and the log-probability of the path to it, -1 and 0 where a node on it is not plausible.
     lengths_BN, scores_BN = torch.full_like(above_BN, -1), torch.zeros_like(log_p_BN)
@@ -102,22 +76,6 @@ def verify_typical_tree(
 
 
 # --- relaxed acceptance -------------------------------------------------------------------------------------------
-
-
-class RelaxedVerifier(Verifier):
-    """Verifies by the lossless rule of the settings without `lossy`, after moving probability to the drafts.
-
-    Drafts that come without a distribution, such as a lookup's, are matched without loss.
-    """
-
-    def __init__(self, config: DecodeConfig) -> None:
-        super().__init__(config)
-        lossy = cast(NeighbourhoodAcceptance, config.lossy)
-        strict = config.model_copy(update={"lossy": None}).rule
-        if strict in RULES:
-            self.chain_rule = relaxed_chain(RULES[strict], lossy)
-        else:
-            self.candidate_rule = relaxed_candidates(CANDIDATE_RULES[strict], lossy)
 
 
 def relaxed(p: Tensor, q: Tensor, near_VN: Tensor, delta: float) -> Tensor:

@@ -21,9 +21,8 @@ from torch.nn import functional
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig, ParticleSampling
 from eval.decoder.batch import BatchRun
-from eval.decoder.records import Clock
-from eval.decoder.request import BatchRow, Request
-from eval.decoder.verifier import Verifier, finite_rows
+from eval.decoder.records import BatchRow, Request
+from eval.decoder.verifier import finite_rows
 from heads.device import RowInts, constant, row_ints, row_tensor, widest_float
 from heads.frozen.loading import Target
 from heads.inference.causal_lm import head_logits
@@ -34,16 +33,13 @@ from heads.sampling.draws import ChainUniforms, CounterRNG, Role, draw, token_pr
 class ParticleRun(BatchRun):
     """A batch with N places for each request; the proposer must draw its tokens. `rows` are the chosen texts, at the end."""
 
-    def __init__(
-        self, target: Target, requests: Sequence[Request], config: DecodeConfig, proposer: Proposer, clock: Clock | None = None
-    ) -> None:
+    def __init__(self, target: Target, requests: Sequence[Request], config: DecodeConfig, proposer: Proposer) -> None:
         self.settings = cast(ParticleSampling, config.lossy)
         N = self.settings.num_particles
-        super().__init__(target, [request for request in requests for _ in range(N)], config, proposer, clock=clock)
+        super().__init__(target, [request for request in requests for _ in range(N)], config, proposer)
         # The draws of a place differ from its neighbours' by its number.
         places = [replace(each, prompt_id=f"{each.prompt_id}\0{place}").number for each in requests for place in range(N)]
         self.rng = CounterRNG(config.seed, places, target.device)
-        self.verifier = Verifier(config)
         self._texts: list[list[int]] = []  # what is in the cache by place, which goes on after a text has ended
         self._chosen: dict[int, BatchRow] = {}
         self._numbers = list(range(len(requests)))  # of the requests under way

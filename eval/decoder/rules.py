@@ -28,6 +28,9 @@ from heads.sampling.draws import draw, values_at
 RHO_BISECTIONS = 20
 LOG_LARGE = 1e4  # of a ratio that is kept finite: one to a probability of 0
 
+# (p_BKV, q_BGV, tokens_BG, num_drafted_B, accept_BG, residual_B, bonus_B), see `verify_tokens`
+ChainRule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], "ChainVerification"]
+
 # --- chains -------------------------------------------------------------------------------------------------------
 
 
@@ -108,6 +111,9 @@ def verify_block(
     wins_BG = (accept_BG < keep_BG) & (length_G <= num_drafted_B.unsqueeze(1))
     num_accepted_B = (wins_BG * length_G).amax(1)
     return _finish(p_BKV, q_BGV, num_accepted_B, num_drafted_B, values_at(P_BK, num_accepted_B), residual_B, bonus_B)
+
+
+CHAIN_RULES: dict[str, ChainRule] = {"token": verify_tokens, "block": verify_block}
 
 
 def _finish(
@@ -258,7 +264,7 @@ class TreeVerification(NamedTuple):
 
 def verify_tree(
     p_after: ProbsAfter,
-    q_BNV: Tensor | None,
+    q_BNV: Tensor,
     tokens_BN: Tensor,
     parents_BN: Tensor,
     accept_BN: Tensor,
@@ -271,9 +277,7 @@ def verify_tree(
 
     Args:
         p_after: gives the target's distribution after a node of each row; called only for nodes on the walk.
-        q_BNV: the distribution that the children of each node were drawn from; rows of leaves may hold anything finite. None
-            for children that were not drawn: they are matched with draws from p (`match_tree`), without `rule` and
-            `accept_BN`. With plain decoding's numbers as `next_BK` the output is then that of plain decoding.
+        q_BNV: the distribution that the children of each node were drawn from; rows of leaves may hold anything finite.
         tokens_BN: the nodes' tokens; the root's is not read.
         parents_BN: the nodes' parents, -1 for the root and for nodes a row does not have; `[N]` where all rows share one tree.
         accept_BN: independent uniforms in [0, 1), one for the test of each node.
@@ -281,9 +285,6 @@ def verify_tree(
         width: the largest number of children of a node.
         rule: the rule for the way in which the children were drawn.
     """
-    if q_BNV is None:
-        depth = next_BK.shape[1] - 1
-        return match_tree(lambda node_B, level: draw(p_after(node_B), next_BK[:, level]), tokens_BN, parents_BN, depth)
     rows_B = torch.arange(len(tokens_BN), device=tokens_BN.device)
     children_BNC = children_of(parents_BN.expand_as(tokens_BN), width)
     path_BD = tokens_BN.new_full((len(tokens_BN), next_BK.shape[1] - 1), -1)
@@ -308,9 +309,9 @@ def verify_tree(
 def match_tree(target_token: TokenAfter, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> TreeVerification:
     """Walk a tree along the target's own tokens, from the root to the child that bears the token, while there is one.
 
-    With the target's greedy choices this is greedy decoding, with draws from its distributions it is sample-and-match.
-    Lossless for any tree that does not depend on those draws. Of equal siblings only the first is ever walked, and nothing
-    that lies deeper than `depth`.
+    With the target's greedy choices this is greedy decoding. With draws from its distributions it is sample-and-match, whose
+    output is that of plain decoding with the same numbers. Lossless for any tree that does not depend on those draws. Of equal
+    siblings only the first is ever walked, and nothing that lies deeper than `depth`.
     """
     path_BD = tokens_BN.new_full((len(tokens_BN), depth), -1)
     node_B = tokens_BN.new_zeros(len(tokens_BN))

@@ -1,46 +1,50 @@
 """From the target's logits and a proposal to how many drafts stay and which token comes next.
 
-`Verifier` picks the verification rule in force (`eval.decoder.rules`) and the random numbers that it decides by.
-`compare_distributions` says how close the two distributions were at the drafts.
+`Verifier` picks the verification rule in force (`eval.decoder.rules`, `eval.decoder.lossy`) and the random numbers that it
+decides by. `compare_distributions` says how close the two distributions were at the drafts.
 B batch, G drafts of a chain, N of a tree, K = G + 1 or N + 1 target rows, D depth of a tree, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from configs.schema.decoding import DecodeConfig, SamplingConfig
+from configs.schema.decoding import DecodeConfig, NeighbourhoodAcceptance, SamplingConfig, TypicalAcceptance
+from eval.decoder.lossy import relaxed_candidates, relaxed_chain, verify_typical, verify_typical_tree
 from eval.decoder.rules import (
     CANDIDATE_RULES,
+    CHAIN_RULES,
     ChainVerification,
     TreeVerification,
     match_tree,
-    verify_block,
     verify_greedy,
-    verify_tokens,
     verify_tree,
-    without_replacement,
 )
 from heads.device import RowInts
 from heads.proposers.protocol import Proposal, RoundInputs
 from heads.sampling.draws import ChainUniforms, Role, draw, greedy_token, token_probabilities, values_at
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, distinct_positions
 
-RULES: dict[str, Callable[..., ChainVerification]] = {"token": verify_tokens, "block": verify_block}
-
 
 class Verifier:
-    """Verifies proposals; the output follows the target's distribution."""
+    """Verifies proposals; the output follows the target's distribution unless `config.lossy` is set.
+
+    Drafts that no rule is for, such as a lookup's, which have no distribution, are matched with the target's own tokens.
+    """
 
     def __init__(self, config: DecodeConfig) -> None:
         self.config = config
-        # None: drafts are matched with the target's own tokens.
-        self.chain_rule, self.candidate_rule = RULES.get(config.rule), CANDIDATE_RULES.get(config.rule)
+        self.typical = config.lossy if isinstance(config.lossy, TypicalAcceptance) else None
+        near = config.lossy if isinstance(config.lossy, NeighbourhoodAcceptance) else None
+        rule = config.rule if near is None else config.model_copy(update={"lossy": None}).rule
+        self.chain_rule, self.candidate_rule = CHAIN_RULES.get(rule), CANDIDATE_RULES.get(rule)
+        if near is not None:
+            self.chain_rule = self.chain_rule and relaxed_chain(self.chain_rule, near)
+            self.candidate_rule = self.candidate_rule and relaxed_candidates(self.candidate_rule, near)
 
     def chain(self, logits_BKV: Tensor, proposal: Proposal, num_drafted: RowInts, inputs: RoundInputs) -> ChainVerification:
         """Apply the rule to a chain, of which `num_drafted` drafts count by row.
@@ -48,6 +52,8 @@ class Verifier:
         Row i of the logits predicts the token at position (the row's length + i).
         """
         num_drafted_B, G, rule = num_drafted.tensor_B, proposal.tokens_BG.shape[1], self.chain_rule
+        if self.typical is not None:
+            return verify_typical(token_probabilities(logits_BKV, self.config), proposal.tokens_BG, num_drafted_B, self.typical)
         if rule is None or proposal.probs_BGV is None:
             return verify_greedy(self.target_tokens(logits_BKV, inputs), proposal.tokens_BG, num_drafted_B)
         q_BGV = _pad_vocabulary(proposal.probs_BGV, logits_BKV)
@@ -63,23 +69,35 @@ class Verifier:
 
         Row k of the logits predicts the token at position (the row's length + depth of k), 0 the depth of the pending token.
         """
-        tokens_BK, parents_BK = rooted(proposal)
+        if proposal.parents_BN is None:
+            raise ValueError("the proposal is a chain")
+        # The pending token is the root, in column 0.
+        tokens_BK = functional.pad(proposal.tokens_BG, (1, 0))
+        parents_BK = functional.pad(proposal.parents_BN, (1, 0), value=-1)
         depth = tree.depth
         if self.config.temperature == 0:
             greedy_BK = greedy_token(logits_BKV)
             return match_tree(lambda node_B, _: values_at(greedy_BK, node_B), tokens_BK, parents_BK, depth)
+        if self.typical is not None:
+            return verify_typical_tree(token_probabilities(logits_BKV, self.config), tokens_BK, parents_BK, depth, self.typical)
         rows_B = torch.arange(len(tokens_BK), device=tokens_BK.device)
         first_B1 = inputs.lengths.tensor_B.unsqueeze(1)
-        probs_BKV = None if self.candidate_rule is None else proposal.probs_BKV
+        next_BK = inputs.rng.uniform(Role.TARGET, first_B1 + torch.arange(depth + 1, device=tokens_BK.device))
+
+        def p_after(node_B: Tensor) -> Tensor:
+            return token_probabilities(logits_BKV[rows_B, node_B], self.config)
+
+        if self.candidate_rule is None or proposal.probs_BKV is None:
+            return match_tree(lambda node_B, level: draw(p_after(node_B), next_BK[:, level]), tokens_BK, parents_BK, depth)
         return verify_tree(
-            lambda node_B: token_probabilities(logits_BKV[rows_B, node_B], self.config),
-            None if probs_BKV is None else _pad_vocabulary(probs_BKV, logits_BKV),
+            p_after,
+            _pad_vocabulary(proposal.probs_BKV, logits_BKV),
             tokens_BK,
             parents_BK,
             inputs.rng.uniform(Role.ACCEPT, distinct_positions(first_B1 + depths_BK - 1), first_B1),
-            inputs.rng.uniform(Role.TARGET, first_B1 + torch.arange(depth + 1, device=tokens_BK.device)),
+            next_BK,
             width=tree.width,
-            rule=self.candidate_rule or without_replacement,
+            rule=self.candidate_rule,
         )
 
     def target_tokens(self, logits_BKV: Tensor, inputs: RoundInputs) -> Tensor:
@@ -99,13 +117,6 @@ def finite_rows(logits_BKV: Tensor, proposal: Proposal) -> Tensor:
     return finite_B
 
 
-def rooted(proposal: Proposal) -> tuple[Tensor, Tensor]:
-    """Return tokens and parents `[B, N + 1]` of a proposed tree with the pending token as root in column 0."""
-    if proposal.parents_BN is None:
-        raise ValueError("the proposal is a chain")
-    return functional.pad(proposal.tokens_BG, (1, 0)), functional.pad(proposal.parents_BN, (1, 0), value=-1)
-
-
 def _pad_vocabulary(q_BGV: Tensor, like_BKV: Tensor, value: float = 0.0) -> Tensor:
     """Pad what a draft says of its reduced vocabulary to the target's."""
     missing = like_BKV.shape[-1] - q_BGV.shape[-1]
@@ -115,28 +126,15 @@ def _pad_vocabulary(q_BGV: Tensor, like_BKV: Tensor, value: float = 0.0) -> Tens
 def compare_distributions(p_logits_BGV: Tensor, q_logits_BGV: Tensor, sampling: SamplingConfig) -> Tensor:
     """Compare the target's distributions (p) and the draft's (q) at each draft, exact from their logits.
 
-    KL of temperature 0 is that at temperature 1. It is taken before top-k and top-p, which would make it infinite; the overlap
-    after. Where a draft's logits are not finite, overlap and mass are 0. The draft's logits may be of fewer tokens than the
-    target's, and are -inf outside its vocabulary. Returns float32 `[B, G, 4]`: the overlap, then the numbers of
-    `eval.decoder.records.DistributionComparison`.
+    Returns float32 `[B, G, 2]`: the overlap, sum_v min(p, q), after top-k and top-p, and the mass of p outside the draft's
+    vocabulary, before them (at temperature 0 that of temperature 1). A draft's logits may be of fewer tokens than the target's,
+    and are -inf outside its vocabulary; where they are not finite, the overlap is 0.
     """
     q_logits_BGV = _pad_vocabulary(q_logits_BGV.float(), p_logits_BGV, float("-inf"))
-    overlap_BG = agrees_BG = (p_logits_BGV.argmax(-1) == q_logits_BGV.nan_to_num(float("-inf")).argmax(-1)).float()
+    overlap_BG = (p_logits_BGV.argmax(-1) == q_logits_BGV.nan_to_num(float("-inf")).argmax(-1)).float()
     if sampling.temperature > 0:
         p_BGV, q_BGV = token_probabilities(p_logits_BGV, sampling), token_probabilities(q_logits_BGV, sampling)
         overlap_BG = torch.minimum(p_BGV, q_BGV.nan_to_num(0.0)).sum(-1).nan_to_num(0.0)
-    kl_BG, uncovered_BG = _divergence(p_logits_BGV.float(), q_logits_BGV, sampling.temperature or 1.0)
-    return torch.stack([overlap_BG, kl_BG, uncovered_BG, agrees_BG], -1)
-
-
-def _divergence(p_logits_BGV: Tensor, q_logits_BGV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return KL(p || q) over the tokens that q covers, and the mass of p on the others; logarithms cannot underflow."""
-    covered_BGV = torch.isfinite(q_logits_BGV)
-    log_p_BGV = (p_logits_BGV / temperature).log_softmax(-1)
-    log_q_BGV = (q_logits_BGV.masked_fill(~covered_BGV, float("-inf")) / temperature).log_softmax(-1)
-    p_BGV = log_p_BGV.exp().masked_fill(~covered_BGV, 0.0)
-    mass_BG = p_BGV.sum(-1)
-    terms_BGV = torch.where(covered_BGV, p_BGV * (log_p_BGV - log_q_BGV), 0.0)
-    # sum_S p/m (log p/m - log q) = (sum_S p (log p - log q)) / m - log m; rounding may leave a little below zero.
-    kl_BG = (terms_BGV.sum(-1) / mass_BG - mass_BG.log()).clamp(min=0.0)
-    return kl_BG.nan_to_num(0.0, posinf=0.0), (1.0 - mass_BG).clamp(min=0.0).nan_to_num(1.0)
+    probs_BGV = (p_logits_BGV.float() / (sampling.temperature or 1.0)).softmax(-1)
+    mass_BG = probs_BGV.masked_fill(~torch.isfinite(q_logits_BGV), 0.0).sum(-1)
+    return torch.stack([overlap_BG, (1.0 - mass_BG).clamp(min=0.0).nan_to_num(1.0)], -1)

@@ -1,9 +1,9 @@
 """Interleaved measurement: each batch is decoded plainly, with the draft and with the baselines, repeat by repeat.
 
 All modes use the same decoder on the same text and count the same token ids. They alternate so that a drift of the machine's
-speed affects all of them alike. What is timed is not measured otherwise: the draft's distributions, and energy, are looked at
-in a pass of their own, which must give the same tokens. The processes of `accelerate launch` share batches that are cut from
-the prompts of each suite before, so that the same rows are decoded together however many processes there are.
+speed affects all of them alike. What is timed is not measured otherwise: the draft's distributions are compared with the
+target's in a pass of their own, which must give the same tokens. The processes of `accelerate launch` share batches that are
+cut from the prompts of each suite before, so that the same rows are decoded together however many processes there are.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -27,16 +27,16 @@ from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP, Gener
 from eval.measure.record_files import BatchFiles, Records
 from eval.measure.suite import Turns, undecoded
 from eval.metrics.acceptance import Tally
-from eval.metrics.speed import Meter, MeteredClock
+from eval.metrics.speed import Meter
 from heads.frozen.loading import Target
 from heads.frozen.processes import share_of
 from heads.proposers.protocol import LearningProposer, Proposer
 
 log = logging.getLogger("draftsmith")
 
-# Takes the plain answers to a turn and returns the requests of the next, and the lost turns (`Turns.follow`).
 Item = TypeVar("Item")
 Way = TypeVar("Way")
+# Takes the plain answers to a turn and returns the requests of the next, and the lost turns (`Turns.follow`).
 Follow = Callable[[Iterable[Generation]], tuple[list[Request], list[Generation]]]
 
 
@@ -64,35 +64,32 @@ def measure_share(
     tallies = {requests[0].suite: Tally(config.decode.num_speculative_tokens, drafts) for requests in by_suite}
     (job,) = broadcast_object_list([job])  # the machines of several processes may differ
     files = BatchFiles(Path(config.output), job)
+    (finished,) = broadcast_object_list([files.finished(len(batches)) if state.is_main_process else None])
     measurement.warm_up([batches[number] for number in mine])
-    finished = share.in_all(number for number in mine if files.finished(number) is not None)
     sizes = {number: len(batches[number]) for number in mine}
-    with progress("decoding", sum(sizes.values()), "prompts", done=sum(sizes[number] for number in finished)) as advance:
+    with progress(
+        "decoding", sum(sizes.values()), "prompts", done=sum(sizes[number] for number in mine if number in finished)
+    ) as advance:
         for number in mine:
-            tally = tallies[batches[number][0].suite]
-            records = files.finished(number) if number in finished else None
-            if records is None:
-                records = measurement.measure_batch(batches[number])
-                if share.writes:
-                    files.write(number, records)
-                advance(sizes[number])
-            else:
-                measurement.teach(records)
-                tally.num_resumed += sizes[number]
-            tally.add(records.generations, records.timings)
-    shares = share.gather([tallies])
+            if number in finished:
+                measurement.teach(files.read(number))
+                continue
+            records = measurement.measure_batch(batches[number])
+            if share.writes:
+                files.write(number, records)
+            advance(sizes[number])
+    state.wait_for_everyone()  # every batch is on disk
     if state.is_main_process:
         files.join(len(batches))
     elif target.group is None:
         return None
-    whole, *others = shares
-    for suite, tally in whole.items():
-        for other in others:
-            tally.merge(other[suite])
-        tally.sort([request.prompt_id for request in turns.first])
-    if turns.first and not any(tally.timings for tally in whole.values()):
+    for number, batch in enumerate(batches):
+        records, tally = files.read(number), tallies[batch[0].suite]
+        tally.add(records.generations, records.timings)
+        tally.num_resumed += len(batch) if number in finished else 0
+    if turns.first and not any(tally.timings for tally in tallies.values()):
         raise RunFailed("not one batch could be decoded in every mode; what went wrong is in the log above")
-    return whole
+    return tallies
 
 
 def in_batches(requests: Sequence[Request], size: int) -> list[Sequence[Request]]:
@@ -100,14 +97,20 @@ def in_batches(requests: Sequence[Request], size: int) -> list[Sequence[Request]
     return [requests[start : start + size] for start in range(0, len(requests), size)]
 
 
-def in_turns(items: Sequence[Item], ways: Sequence[Way]) -> Iterator[tuple[Item, Way, bool]]:
-    """Yield each item in each way, and whether that counts; the order is reversed every other item.
+def time_ways(items: Sequence[Item], ways: Mapping[Way, Callable[[Item], Sequence[float]]]) -> dict[Way, float]:
+    """Run each item in every way, in turns; return each way's seconds over what it made, the first two numbers of a run.
 
-    The first item comes once more before: the first time, in which a forward may be compiled, is not to be counted.
+    The order of the ways is reversed every other item. The first item comes once more before: the first time, in which a
+    forward may be compiled, is not counted.
     """
+    seconds, counts = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0.0)
     for number, item in enumerate([*items[:1], *items]):
-        for way in ways[:: -1 if number % 2 else 1]:
-            yield item, way, number > 0
+        for way in list(ways)[:: -1 if number % 2 else 1]:
+            took, count, *_ = ways[way](item)
+            if number > 0:
+                seconds[way] += took
+                counts[way] += count
+    return {way: seconds[way] / max(counts[way], 1) for way in ways}
 
 
 def drafts_by_mode(config: EvalConfig) -> dict[str, int]:
@@ -116,7 +119,7 @@ def drafts_by_mode(config: EvalConfig) -> dict[str, int]:
 
 
 class Measurement:
-    """Decodes batches in every mode, plain decoding first; the energy of what is timed is measured where there is a meter."""
+    """Decodes batches in every mode, plain decoding first; a meter is read before and after each decode."""
 
     def __init__(
         self,
@@ -187,40 +190,22 @@ class Measurement:
         return Records([*decoded, *(undecoded(request, mode, "error") for mode in sorted(failed) for request in batch)])
 
     def _measure_untimed(self, batch: Sequence[Request], records: Records) -> None:
-        """Decode once more, untimed: the draft, whose distributions are compared with the target's, or metered in all modes."""
-        for mode in self.modes if self.meter is not None else [SPECULATIVE] * (SPECULATIVE in self.modes):
-            clock = None if self.meter is None else MeteredClock(self.target.device, self.meter)
-            generations, measured = self._decode(batch, mode, 0, clock, measure_overlap=mode == SPECULATIVE)
-            seen = iter(generations)
-            for number, each in enumerate(records.generations):
-                if each.mode != mode:
-                    continue
-                if (again := next(seen)).tokens == each.tokens:
-                    records.generations[number] = again
-                else:  # the device's kernels do not repeat themselves to the bit
-                    log.warning("%s decoding of prompt %s gave other tokens when it was measured", mode, each.prompt_id)
-            for number, timing in enumerate(records.timings):
-                if timing.mode == mode:
-                    once = measured.measure_seconds if timing.repeat == 0 else 0.0
-                    joules = None if clock is None else clock.decode_joules
-                    records.timings[number] = replace(timing, measure_seconds=once, decode_joules=joules)
+        """Decode once more with the draft, untimed, to compare its distributions with the target's."""
+        if SPECULATIVE not in self.modes:
+            return
+        again = iter(self._decode(batch, SPECULATIVE, 0, measure_overlap=True)[0])
+        for number, each in enumerate(records.generations):
+            if each.mode != SPECULATIVE:
+                continue
+            if (measured := next(again)).tokens == each.tokens:
+                records.generations[number] = measured
+            else:  # the device's kernels do not repeat themselves to the bit
+                log.warning("prompt %s was given other tokens when its drafts were measured", each.prompt_id)
 
     def _decode(
-        self,
-        batch: Sequence[Request],
-        mode: str,
-        repeat: int,
-        clock: MeteredClock | None = None,
-        *,
-        measure_overlap: bool = False,
+        self, batch: Sequence[Request], mode: str, repeat: int, *, measure_overlap: bool = False
     ) -> tuple[list[Generation], Timing]:
-        return decode(
-            self.target,
-            batch,
-            self.settings[mode],
-            self.modes[mode],
-            mode=mode,
-            repeat=repeat,
-            measure_overlap=measure_overlap,
-            clock=clock,
-        )
+        before = 0.0 if self.meter is None else self.meter()
+        way = self.settings[mode], self.modes[mode]
+        generations, timing = decode(self.target, batch, *way, mode=mode, repeat=repeat, measure_overlap=measure_overlap)
+        return generations, timing if self.meter is None else replace(timing, joules=self.meter() - before)

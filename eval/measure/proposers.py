@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from configs.schema.evaluation import EvalConfig, FreeDraft
 from distill.dataset.conversations import check_written_for, first_answers
 from distill.generation.prompts import Prompt
 from eval.decoder.decode import Request, decode
-from eval.measure.interleaved import in_batches, in_turns
+from eval.measure.interleaved import in_batches, time_ways
 from eval.measure.record_files import choose_once
 from heads.artifact import Draft, load_draft
 from heads.frozen.identity import TargetIdentity
@@ -134,11 +135,11 @@ def fastest_length(config: EvalConfig, requests: Sequence[Request], target: Targ
     """Return the number of drafts a round at which prompt lookup is fastest, those that were tried, and by how many prompts."""
     lengths = sorted({*LOOKUP_LENGTHS, config.decode.num_speculative_tokens})
     plain = config.decode.model_copy(update={"tree": None, "stopping": None, "lossy": None})
-    seconds, tokens = dict.fromkeys(lengths, 0.0), dict.fromkeys(lengths, 0)
-    for batch, length, counts in in_turns(in_batches(requests, plain.batch_size), lengths):
+
+    def run(length: int, batch: Sequence[Request]) -> tuple[float, int]:
         settings = plain.model_copy(update={"num_speculative_tokens": length})
         _, timing = decode(target, batch, settings, PromptLookup(target.device))
-        if counts:
-            seconds[length] += timing.decode_seconds
-            tokens[length] += timing.num_tokens
-    return max(lengths, key=lambda length: tokens[length] / max(seconds[length], 1e-9)), lengths, len(requests)
+        return timing.decode_seconds, timing.num_tokens
+
+    pace = time_ways(in_batches(requests, plain.batch_size), {length: partial(run, length) for length in lengths})
+    return min(lengths, key=pace.__getitem__), lengths, len(requests)

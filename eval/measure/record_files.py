@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -21,7 +21,7 @@ from accelerate.utils import broadcast_object_list
 from configs.runtime.errors import InputError
 from configs.runtime.files import write_bytes
 from configs.runtime.resumable import Journal
-from eval.decoder.records import DistributionComparison, Generation, Round, Timing
+from eval.decoder.records import Generation, Round, Timing
 from heads.frozen.media import MediaPrompt
 
 RECORDS = "records.jsonl"
@@ -32,7 +32,7 @@ USUAL: dict[str, Any] = {
     "drafted": (),
     "accepted": 0,
     "overlap": None,
-    "laws": None,
+    "uncovered": None,
     "ranks": None,
     "num_nodes": None,
 }
@@ -69,17 +69,14 @@ class BatchFiles:
         lines += [json.dumps({"timing": asdict(timing)}) for timing in records.timings]
         write_bytes(self._path(batch), "".join(line + "\n" for line in lines).encode())
 
-    def finished(self, batch: int) -> Records | None:
-        """Return the records of a batch; None where it was not written yet, or could not be decoded: it is tried again."""
-        if not self._path(batch).exists():
-            return None
-        records = Records()
-        for each in read_records(self._path(batch)):
-            if isinstance(each, Generation):
-                records.generations.append(each)
-            else:
-                records.timings.append(each)
-        return None if any(each.stop_reason == "error" for each in records.generations) else records
+    def finished(self, num_batches: int) -> set[int]:
+        """Return which batches need not be decoded again: those that were written, and in which no decoding failed."""
+        written = [number for number in range(num_batches) if self._path(number).exists()]
+        return {number for number in written if all(each.stop_reason != "error" for each in self.read(number).generations)}
+
+    def read(self, batch: int) -> Records:
+        """Return the records of a batch that was written."""
+        return read_records(self._path(batch))
 
     def join(self, num_batches: int) -> Path:
         """Join the batches in order into `records.jsonl` and return the file's path."""
@@ -112,24 +109,22 @@ def choose_once(output: Path, key: str, job: str, state: PartialState, choose: C
     return known
 
 
-def read_records(path: Path) -> Iterator[Generation | Timing]:
-    """Yield the generations and timings of a record file."""
+def read_records(path: Path) -> Records:
+    """Return the generations and timings of a record file."""
+    records = Records()
     try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                yield _parse(line, f"records {path}, line {number}")
+        for line in path.read_text(encoding="utf-8").splitlines():
+            values = json.loads(line)
+            if "generation" in values:
+                records.generations.append(from_values(values["generation"]))
+            else:
+                timing = values["timing"]
+                records.timings.append(Timing(**{**timing, "prompt_ids": tuple(timing["prompt_ids"])}))
     except OSError as error:
         raise InputError(f"cannot read records {path}: {error.strerror or error}") from error
-
-
-def _parse(line: str, where: str) -> Generation | Timing:
-    try:
-        values = json.loads(line)
-        if "generation" in values:
-            return from_values(values["generation"])
-        return Timing(**{**values["timing"], "prompt_ids": tuple(values["timing"]["prompt_ids"])})
     except (ValueError, KeyError, TypeError) as error:  # ValueError: not JSON, or a number of thousands of digits
-        raise InputError(f"{where} is neither a generation nor a timing: {error!r}") from error
+        raise InputError(f"records {path} hold what is neither a generation nor a timing: {error!r}") from error
+    return records
 
 
 def to_values(generation: Generation) -> dict[str, Any]:
@@ -138,7 +133,7 @@ def to_values(generation: Generation) -> dict[str, Any]:
             "drafted": round_.drafted,
             "accepted": round_.num_accepted,
             "overlap": round_.overlap,
-            "laws": None if round_.distributions is None else list(vars(round_.distributions).values()),
+            "uncovered": round_.uncovered,
             "ranks": round_.ranks,
             "num_nodes": round_.num_nodes,
         }
@@ -164,11 +159,11 @@ def from_values(values: dict[str, Any]) -> Generation:
             num_accepted=accepted,
             committed=tokens[start:end],
             overlap=None if overlap is None else tuple(overlap),
-            distributions=None if laws is None else DistributionComparison(*map(tuple, laws)),
+            uncovered=None if uncovered is None else tuple(uncovered),
             ranks=None if ranks is None else tuple(ranks),
             num_nodes=num_nodes,
         )
-        for (start, end), drafted, accepted, overlap, laws, ranks, num_nodes in zip(pairwise(ends), *others, strict=True)
+        for (start, end), drafted, accepted, overlap, uncovered, ranks, num_nodes in zip(pairwise(ends), *others, strict=True)
     )
     given: dict[str, Any] = {"prompt_tokens": tuple(values["prompt_tokens"]), "tokens": tokens, "rounds": rounds}
     if (pictured := values.get("media_prompt")) is not None:

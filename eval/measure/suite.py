@@ -19,8 +19,7 @@ from configs.schema.evaluation import SuiteConfig
 from distill.dataset.conversations import Message, text_hash
 from distill.generation.prompts import TOO_LONG, TRUNCATED, Prompt, encode_prompt, fit_prompts
 from distill.generation.sources import COLUMN, SUFFIXES, detect_format, load_rows, read_row, read_source
-from eval.decoder.records import FAILED, Generation, StopReason
-from eval.decoder.request import Request
+from eval.decoder.records import FAILED, Generation, Request, StopReason
 from heads.artifact import read_training_prompts
 from heads.frozen.loading import Target
 
@@ -75,16 +74,12 @@ def load_suite(config: SuiteConfig) -> Suite:
     chosen = prompts
     if config.num_prompts is not None and config.num_prompts < len(prompts):
         chosen = spread_over_categories(prompts, config.num_prompts)
-    cut = [replace(prompt, turns=prompt.turns[: config.max_turns]) for prompt in chosen]
-    unasked = sum(len(prompt.turns) for prompt in chosen) - sum(len(prompt.turns) for prompt in cut)
-    warning = f"{unasked} later turns of the suite's conversations were not asked: suite.max_turns is {config.max_turns}"
     return Suite(
         name=config.label,
-        prompts=tuple(cut),
+        prompts=tuple(chosen),
         source=config.path,
         format=format,
         sha256=_hash_prompts(prompts) if is_data_set or config.system is not None else sha256_of(path),
-        warnings=(warning,) if unasked else (),
     )
 
 

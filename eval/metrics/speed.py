@@ -6,14 +6,13 @@ neither decode time nor decode tokens.
 
 Joules per token are those of the machine's own counter where there is one, never an estimate from a power rating: on an NVIDIA
 GPU the board's (NVML, needs `nvidia-ml-py`), on a CPU the kernel's of all packages (RAPL). They hold idle power and whatever
-else runs on the machine. Counters are read where the decode seconds begin and end.
+else runs on the machine. Counters are read before and after a whole decode, prefill included.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 
 from configs.runtime.errors import first_line
-from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Clock, Timing
+from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Timing
 from eval.stats import Interval, fields_of, paired_ratio_interval, ratio_interval
 from heads.device import nvml_uuid
 
@@ -33,16 +32,16 @@ Sums = Mapping[Any, Sequence[float]]  # two sums by cluster
 Meter = Callable[[], float]  # joules since some time
 
 
-def summarise_speed(timings: Sequence[Timing], *, samples: int, seed: int) -> dict[str, Any] | None:
+def summarise_speed(timings: Sequence[Timing]) -> dict[str, Any] | None:
     """Return speculative decoding's speed against plain decoding, or `None` where one of the two was not timed.
 
     By `per_batch`, [decode seconds, decode tokens] of both modes, another report is compared batch by batch
     (`eval.report.comparison`).
     """
-    by_mode = {mode: [timing for timing in timings if timing.mode == mode] for mode in (AUTOREGRESSIVE, SPECULATIVE)}
+    by_mode = {mode: [timing for timing in timings if timing.mode == mode] for mode in MODES}
     if not all(by_mode.values()):
         return None
-    result = compare_speed(timings, SPECULATIVE, samples=samples, seed=seed)
+    result = compare_speed(timings, SPECULATIVE)
     for mode, own in by_mode.items():
         seconds, num_tokens = (sum(getattr(timing, field) for timing in own) for field in ("decode_seconds", "num_tokens"))
         result[f"decode_seconds_{mode}"] = seconds
@@ -60,10 +59,10 @@ def summarise_speed(timings: Sequence[Timing], *, samples: int, seed: int) -> di
         for batch, own in plain.items()
         if batch in speculative
     ]
-    return result | {"repeats": len({timing.repeat for timing in by_mode[SPECULATIVE]}), "num_batches": len(speculative)}
+    return result | {"repeats": len({timing.repeat for timing in by_mode[SPECULATIVE]})}
 
 
-def compare_speed(timings: Sequence[Timing], mode: str, *, samples: int, seed: int) -> dict[str, Any]:
+def compare_speed(timings: Sequence[Timing], mode: str) -> dict[str, Any]:
     """Return how much faster `mode` was than plain decoding: totals with prefill and without."""
     modes = (AUTOREGRESSIVE, mode)
     runs = [sorted((each.prompt_ids, each.repeat) for each in timings if each.mode == name) for name in modes]
@@ -76,30 +75,30 @@ def compare_speed(timings: Sequence[Timing], mode: str, *, samples: int, seed: i
     plain, other = (np.array([own[batch] for batch in sums[0]], np.float64).reshape(-1, len(fields)).T for own in sums)
     whole = plain[0] + plain[1], plain[2] + plain[3], other[0] + other[1], other[2] + other[3]
     found = {
-        "decode_speedup": paired_ratio_interval(plain[0], plain[2], other[0], other[2], samples=samples, seed=seed),
-        "end_to_end_speedup": paired_ratio_interval(*whole, samples=samples, seed=seed),
+        "decode_speedup": paired_ratio_interval(plain[0], plain[2], other[0], other[2]),
+        "end_to_end_speedup": paired_ratio_interval(*whole),
     }
     return fields_of(found)
 
 
 def summarise_advantage(
-    ours: Sums, theirs: Sums, timings: Sequence[Timing], mode: str, *, samples: int, seed: int, ours_mode: str = SPECULATIVE
-) -> dict[str, Any]:
-    """Return this draft's tokens per target step, and its decode speed, divided by those of `mode`, with intervals.
+    timings: Sequence[Timing], counts: Mapping[str, Sums], mode: str, over: str
+) -> dict[str, float | list[float] | None]:
+    """Return the tokens per target step of `mode`, and its decode speed, divided by those of the mode `over`, with intervals.
 
-    `ours` and `theirs` are `{prompt id: [committed tokens, rounds]}`. Prompts that only one of them has are left out, as are
-    batches on which only one mode was timed.
+    `counts` are `{prompt id: [committed tokens, rounds]}` of both. Prompts that only one of them has are left out, as are
+    batches on which only one was timed.
     """
-    own, other = (sums_by_batch(timings, each, "num_tokens", "decode_seconds") for each in (ours_mode, mode))
-    tau, speed = sums_ratio(ours, theirs, samples, seed), sums_ratio(own, other, samples, seed)
+    own, other = (sums_by_batch(timings, each, "num_tokens", "decode_seconds") for each in (mode, over))
+    tau, speed = sums_ratio(counts[mode], counts[over]), sums_ratio(own, other)
     return fields_of({"tokens_per_target_step_ratio": tau, "decode_speed_ratio": speed})
 
 
-def sums_ratio(ours: Sums, theirs: Sums, samples: int, seed: int) -> Interval:
+def sums_ratio(ours: Sums, theirs: Sums) -> Interval:
     """Return (sum a / sum b) / (sum c / sum d) over the clusters that both have."""
     common = [cluster for cluster in ours if cluster in theirs]
     a, b, c, d = ([sums[cluster][column] for cluster in common] for sums in (ours, theirs) for column in (0, 1))
-    return paired_ratio_interval(a, b, c, d, samples=samples, seed=seed)
+    return paired_ratio_interval(a, b, c, d)
 
 
 def timings_within(timings: Iterable[Timing], prompt_ids: set[str]) -> list[Timing]:
@@ -128,32 +127,6 @@ def sums_by_batch(timings: Sequence[Timing], mode: str, *fields: str) -> dict[tu
 
 
 # --- energy ---------------------------------------------------------------------------------------------------------
-
-
-class MeteredClock(Clock):
-    """A clock that reads a meter as well, at both ends of whole decodes and of the measuring within them."""
-
-    def __init__(self, device: torch.device, meter: Meter) -> None:
-        super().__init__(device)
-        self._meter, self.joules = meter, {"decode": 0.0, "measure": 0.0}  # other phases are too short for a counter
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add time and energy spent inside the `with` block to a phase."""
-        if name not in self.joules:
-            with super().phase(name):
-                yield
-            return
-        self._now()  # drains the queue of a GPU
-        before = self._meter()
-        with super().phase(name):
-            yield
-        self.joules[name] += self._meter() - before
-
-    @property
-    def decode_joules(self) -> float:
-        """Joules of what is timed as decoding: without the prefill, and without measuring."""
-        return self.joules["decode"] - self.joules["measure"]
 
 
 def find_meter(device: torch.device, num_processes: int = 1, powercap: Path = POWERCAP) -> Meter | str:
@@ -200,18 +173,19 @@ def _nvml(uuid: str) -> Meter | str:
     return lambda: float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) * 1e-3  # it counts millijoules
 
 
-def summarise_energy(timings: Sequence[Timing], meter: Meter | str, *, samples: int, seed: int) -> dict[str, Any]:
-    """Return the report's `energy` section (`meter` of `find_meter`); the bootstrap draws batches, as for the speed."""
+def summarise_energy(timings: Sequence[Timing], meter: Meter | str) -> dict[str, Any]:
+    """Return the report's `energy` section (`meter` of `find_meter`); intervals are over batches, as for the speed."""
     if isinstance(meter, str):
         return {"reason": meter, "joules_per_token": None}
-    joules = [[timing.decode_joules for timing in timings if timing.mode == mode] for mode in MODES]
+    joules = [[timing.joules for timing in timings if timing.mode == mode] for mode in MODES]
     if any(None in own or sum(filter(None, own)) <= 0 for own in joules):
         return {"reason": "the energy counters did not move", "joules_per_token": None}
-    sums = [sums_by_batch(timings, mode, "decode_joules", "num_tokens") for mode in MODES]
-    plain, speculative = (list(zip(*own.values(), strict=True)) for own in sums)  # joules, tokens
+    sums = [sums_by_batch(timings, mode, "joules", "num_tokens", "num_prompts").values() for mode in MODES]
+    # Joules and tokens by batch; each prompt has one token of the prefill.
+    plain, speculative = (list(zip(*((joules, sum(tokens)) for joules, *tokens in own), strict=True)) for own in sums)
     found = {
-        AUTOREGRESSIVE: ratio_interval(*plain, samples=samples, seed=seed),
-        SPECULATIVE: ratio_interval(*speculative, samples=samples, seed=seed),
-        "ratio": paired_ratio_interval(*speculative, *plain, samples=samples, seed=seed),
+        AUTOREGRESSIVE: ratio_interval(*plain),
+        SPECULATIVE: ratio_interval(*speculative),
+        "ratio": paired_ratio_interval(*speculative, *plain),
     }
     return {"reason": None, "joules_per_token": fields_of(found)}

@@ -18,8 +18,8 @@ from configs.runtime.errors import InputError
 from configs.schema.target import IDENTITY
 from eval.report.schema import BatchSection, PromptsSection, Report, SuiteSection
 from eval.report.tables import Table, as_markdown_table, escape
-from eval.report.text import VERDICTS, interval, number, short, significant, speedup, tau, warnings
-from eval.stats import Column, detectable_percent, statistic_interval
+from eval.report.text import VERDICTS, interval, number, short, speedup, tau, warnings
+from eval.stats import Column, statistic_interval
 
 Aspect = Literal["target", "suite", "num_speculative_tokens", "decode", "machine"]
 MACHINE = ("cpu", "cores", "device", "threads", "processes")
@@ -89,31 +89,26 @@ def prompt_differences(ours: PromptsSection, theirs: PromptsSection) -> list[Dif
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """How one number changed; better or worse where the whole interval of the ratio lies above or below 1.
-
-    Where it holds 1, a change smaller than about `detectable_percent` may still be there; more prompts would show it.
-    """
+    """How one number changed; better or worse where the whole interval of the ratio lies above or below 1."""
 
     ours: float
     theirs: float
     ratio: float
     ratio_ci: list[float] | None
     outcome: Literal["better", "worse", "inconclusive"]
-    detectable_percent: float | None
-    num_clusters: int  # prompts, or batches of them for speed
 
 
 def tau_change(report: Report, other: Report, suite: str | None = None) -> Change | None:
     """Return how tokens per target step changed from `other` to `report`, on the prompts of a suite that both answered.
 
-    `report` has the settings of the bootstrap. The suite is a further one of both, or the first.
+    The suite is a further one of both, or the first.
     """
     ours, theirs = (section.acceptance.per_prompt for section in _sections(report, other, suite))
     common = [prompt_id for prompt_id in ours if prompt_id in theirs]
     if not common:
         raise InputError("the reports cannot be compared: they have no answered prompt in common")
     above, below = ([[counts[prompt_id][column] for prompt_id in common] for counts in (ours, theirs)] for column in (0, 1))
-    return _change(report, [above[:1], above[1:]], [below[:1], below[1:]])
+    return _change([above[:1], above[1:]], [below[:1], below[1:]])
 
 
 def speed_change(report: Report, other: Report, suite: str | None = None) -> Change | None:
@@ -127,10 +122,10 @@ def speed_change(report: Report, other: Report, suite: str | None = None) -> Cha
         seconds, tokens = zip(*(batches[key].speculative for key in ours), strict=True)
         above.append([plain_seconds, tokens])
         below.append([plain_tokens, seconds])
-    return _change(report, above, below)
+    return _change(above, below)
 
 
-def _change(report: Report, above: Sequence[Sequence[Column]], below: Sequence[Sequence[Column]]) -> Change | None:
+def _change(above: Sequence[Sequence[Column]], below: Sequence[Sequence[Column]]) -> Change | None:
     """Return how a product of the sums `above` over that of those `below` changed, each for ours and theirs.
 
     Both sides are resampled together, so that what makes a prompt hard or easy for both cancels. Clusters come in the same
@@ -141,12 +136,7 @@ def _change(report: Report, above: Sequence[Sequence[Column]], below: Sequence[S
     def number(sums: Any) -> Any:
         return sums[:size].prod(axis=0) / sums[size:].prod(axis=0)
 
-    found = statistic_interval(
-        lambda sums: number(sums[: 2 * size]) / number(sums[2 * size :]),
-        *columns,
-        samples=report.statistics.bootstrap_samples,
-        seed=report.statistics.seed,
-    )
+    found = statistic_interval(lambda sums: number(sums[: 2 * size]) / number(sums[2 * size :]), *columns)
     if found.point is None:
         return None
     table = np.array(columns, dtype=np.float64)
@@ -157,8 +147,6 @@ def _change(report: Report, above: Sequence[Sequence[Column]], below: Sequence[S
         ratio=found.point,
         ratio_ci=found.bounds,
         outcome="better" if low > 1 else "worse" if high < 1 else "inconclusive",
-        detectable_percent=detectable_percent((*above[0], *below[1]), (*below[0], *above[1])),
-        num_clusters=int(table.any(axis=0).sum()),
     )
 
 
@@ -237,15 +225,12 @@ def _same_answers(ours: SuiteSection, theirs: SuiteSection) -> bool:
 
 
 def describe_change(change: Change | None) -> str:
-    """Return `×1.04 [1.02, 1.06] better`, or `not significant` with the change that the prompts could have shown."""
+    """Return `×1.04 [1.02, 1.06] better`, or `not significant` in its place."""
     if change is None:
         return "–"
     if change.ratio_ci is None:
         return f"×{change.ratio:.2f}"
-    words: str = change.outcome
-    if change.outcome == "inconclusive":
-        detectable = change.detectable_percent or 0.0
-        words = "not significant" + (f" ({significant(detectable, 2)} % would show)" if detectable > 0.01 else "")
+    words = "not significant" if change.outcome == "inconclusive" else change.outcome
     return f"×{change.ratio:.2f} {interval(change.ratio_ci)} {words}"
 
 

@@ -11,15 +11,12 @@ from __future__ import annotations
 import io
 import math
 import re
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
@@ -42,13 +39,23 @@ VARIABLES = {  # of the page's style, by the colours of the plots' own (template
     SECOND: "var(--series-2)",
     THIRD: "var(--series-3)",
 }
-DRAWING = threading.Lock()  # a plot's style is the whole process's
-WIDTH = 5.0  # inches; narrow enough for the text to be readable when a phone scales the plot down
+SIZE = (5.0, 2.9)  # inches; narrow enough for the text to be readable when a phone scales the plot down
 
 
 def render_html(report: Report) -> str:
     """Return the page of a report; equal reports give equal pages."""
-    return render_page(
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        finalize=lambda value: value if isinstance(value, Markup) or not isinstance(value, str) else printable(value),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html.j2").render(
+        definitions=definitions(),
+        terms=TERMS,
+        number=text.number,
         eyebrow="draftsmith report",
         title=text.headline(report),
         subtitle=f"Draft {report.draft.path} for {report.target.name}: {text.settings(report)}.",
@@ -87,25 +94,7 @@ def _descriptions(report: Report) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value}
 
 
-def render_page(**values: Any) -> str:
-    """Fill in the template of a report or a comparison."""
-    return fill_template("page.html.j2", terms=TERMS, **values)
-
-
-def fill_template(name: str, folder: Path = TEMPLATES, **values: Any) -> str:
-    """Fill in a template of a folder, which may use those here: all is escaped, and a name that is not given is an error."""
-    environment = Environment(
-        loader=FileSystemLoader([folder, TEMPLATES]),
-        autoescape=True,
-        finalize=lambda value: value if isinstance(value, Markup) or not isinstance(value, str) else printable(value),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template(name).render(definitions=definitions(), number=text.number, **values)
-
-
-# --- plots --------------------------------------------------------------------------------------------------------
+# --- the plot -----------------------------------------------------------------------------------------------------
 
 
 def draw_positions(report: Report) -> str:
@@ -116,8 +105,9 @@ def draw_positions(report: Report) -> str:
         ("survival", acceptance.position_survival, SECOND, "-s"),
         ("overlap α", acceptance.overlap_alpha_by_position, THIRD, "--D"),
     )
-
-    def fill(figure: Figure, axes: Axes) -> None:
+    with matplotlib.rc_context(fname=TEMPLATES / "plots.mplstyle"):
+        figure = Figure(figsize=SIZE, layout="constrained")
+        axes = figure.subplots()
         for label, values, colour, line in series:
             shown = [math.nan if value is None else value for value in values]  # a line is interrupted at NaN
             axes.plot(range(1, len(shown) + 1), shown, line, color=colour, label=label)
@@ -125,15 +115,6 @@ def draw_positions(report: Report) -> str:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         figure.legend(loc="outside upper left", ncols=4, columnspacing=1.4, handlelength=1.3, borderaxespad=0)
-
-    return draw(fill)
-
-
-def draw(fill: Callable[[Figure, Axes], None], height: float = 2.9) -> str:
-    """Return as an SVG element a plot of a page's width, `height` inches high, which `fill` draws in the pages' style."""
-    with DRAWING, matplotlib.rc_context(fname=TEMPLATES / "plots.mplstyle"):
-        figure = Figure(figsize=(WIDTH, height), layout="constrained")
-        fill(figure, figure.subplots())
         return as_svg(figure)
 
 

@@ -83,12 +83,6 @@ class DecodeSection(OpenSection):
     tree: dict[str, Any] | None = None
 
 
-class StatisticsSection(ClosedSection):
-    bootstrap_samples: Count
-    seed: Count
-    level: float
-
-
 class FailedRequest(ClosedSection):
     prompt_id: str
     turn: Count = 0
@@ -157,6 +151,8 @@ class AcceptanceSection(ClosedSection):
     each round, and neither the prefill's token nor anything behind the end of a text. Plain decoding is exactly 1. Written τ;
     also called acceptance length or block efficiency."""
     tokens_per_target_step_ci: Bounds
+    """Brackets hold a 95 % interval: a percentile bootstrap that draws whole prompts (for seconds, whole batches) with
+    replacement and divides sums, with both sides of a ratio from the same draw, and tails widened for few prompts."""
     tokens_per_target_step_macro: Number
     """The mean over prompts of each prompt's own tokens per target step."""
     tokens_per_target_step_macro_ci: Bounds
@@ -175,13 +171,6 @@ class AcceptanceSection(ClosedSection):
     overlap_alpha_ci: Bounds
     overlap_alpha_by_position: list[Number]
     """The same acceptance rate, averaged at each draft position by itself."""
-    top1_agreement: Number
-    """The share of compared positions at which draft and target find the same token likeliest."""
-    top1_agreement_ci: Bounds
-    kl_divergence: Number
-    """The Kullback-Leibler divergence KL(p ‖ q) of the target's distribution p from the draft's q, in nats, averaged over
-    compared positions; over the draft's vocabulary, with p normalised there."""
-    kl_divergence_ci: Bounds
     uncovered_mass: Number
     """The target's probability of tokens outside the draft's vocabulary, averaged over compared positions."""
     uncovered_mass_ci: Bounds
@@ -196,22 +185,10 @@ class AcceptanceSection(ClosedSection):
     """How many rounds drafted 0, 1, 2, ... tokens."""
 
 
-class ContextClass(ClosedSection):
-    from_tokens: Count
-    to_tokens: Count  # not among them
-    num_prompts: Count
-    num_rounds: Count
-    tokens_per_target_step: Number
-    tokens_per_target_step_ci: Bounds
-
-
 class WholeAcceptanceSection(AcceptanceSection):
     detectable_change_percent: Number
     """The smallest change of τ against a fixed number, in percent, that so many prompts would show in four of five runs. A
     comparison prompt by prompt with another draft detects smaller ones."""
-    by_context_tokens: list[ContextClass]
-    """Tokens per target step by how many tokens of prompt and answer came before the round. A draft trained on short texts
-    falls off on longer ones."""
     per_prompt: dict[str, CountPair]  # prompt id -> [committed tokens, rounds]
 
 
@@ -243,18 +220,14 @@ class PredictedSpeedup(ClosedSection):
 
 
 class TimedRound(ClosedSection):
-    """The median seconds of a round of the timing sweep."""
+    """The mean seconds of a round of the timing sweep."""
 
     num_speculative_tokens: Count  # 0 is a plain round
     batch_size: Count
-    draft_seconds: float  # after a round that did not keep all drafts
-    draft_seconds_after_full: float  # after one that did
-    verify_seconds: float  # the target's forward
-    other_seconds: float  # verification and everything else
+    seconds: float
 
 
 class PredictedSection(ClosedSection):
-    context_tokens: Count  # before a round of the sweep
     settings: list[PredictedSpeedup]
     decode_speedup: Number  # of this run's own setting, to compare with the measured one; None: it lies outside the sweep
     best_num_speculative_tokens: Count | None  # at this run's batch size; None: plain decoding is faster, or as above
@@ -284,10 +257,9 @@ class SpeedSection(SpeedupSection):
     milliseconds_per_token_speculative: Number
     repeats: Count
     """How often each batch was decoded in each mode; modes take turns within a repeat."""
-    num_batches: Count
     phases: Phases
     """Decode seconds by what they were spent on: the draft's forwards, the target's forwards, acceptance and sampling, and
-    everything else. Time spent on measuring is in none of them."""
+    everything else."""
     phases_autoregressive: Phases
     phase_shares: Phases  # of the speculative phases' sum
     generate: GenerateSection | None = None
@@ -338,8 +310,8 @@ class QualitySection(ClosedSection):
 class EnergySection(ClosedSection):
     reason: str | None  # why there are no numbers
     joules_per_token: RatioSection | None
-    """Joules of decoding per token, by the counters of the GPU's board (NVML) or of all processor packages (RAPL). Idle power
-    and other work on the machine are included, prefill is not. The ratio is speculative over plain."""
+    """Joules per token of whole answers, by the counters of the GPU's board (NVML) or of all processor packages (RAPL). Idle
+    power and other work on the machine are included. The ratio is speculative over plain."""
 
 
 # --- the report ---------------------------------------------------------------------------------------------------
@@ -354,24 +326,15 @@ class CategorySection(ClosedSection):
 
 
 class OtherWaySection(SpeedupSection):
-    """Another way of decoding the same prompts in the same run, and the draft's ratios to it or its ratios to the draft."""
+    """Another way of decoding the same prompts in the same run, and a ratio of each number to the draft's, or the inverse."""
 
+    num_speculative_tokens: Count  # that it drafts a round at most
     tokens_per_target_step: Number
     tokens_per_target_step_ci: Bounds
-    accepted_per_round: Number
-    draft_token_yield: Number
     tokens_per_target_step_ratio: Number
     tokens_per_target_step_ratio_ci: Bounds
     decode_speed_ratio: Number
     decode_speed_ratio_ci: Bounds
-
-
-class BaselineSection(OtherWaySection):
-    """A way of decoding without this draft; the ratios are this draft's numbers over this way's."""
-
-    decode_seconds: float
-    decode_tokens: Count
-    num_speculative_tokens: Count  # that it drafts a round at most
 
 
 class SuiteSection(ClosedSection):
@@ -382,11 +345,11 @@ class SuiteSection(ClosedSection):
     speed: SpeedSection | None
     by_category: dict[str, CategorySection]
     """The same numbers over the prompts of one category alone."""
-    baselines: dict[str, BaselineSection]
+    baselines: dict[str, OtherWaySection]
     """Other ways to decode, measured in the same run on the same prompts. Prompt lookup copies drafts from the text so far.
     Suffix lookup counts what followed in it, in `decode.lookup_answer_tokens` of earlier answers, and in the answers to prompts
-    that the same process decoded before. Self-speculation drafts with the target's own first blocks. A ratio is this draft's
-    number over theirs, on the same prompts."""
+    that the same process decoded before. A ratio is this draft's number over theirs,
+    on the same prompts."""
     with_lookup: OtherWaySection | None = None
     """The same draft with suffix lookup, which takes a round where it expects `decode.lookup_expects` accepted drafts or more.
     A ratio is its number over the draft's alone."""
@@ -415,9 +378,6 @@ class Report(SuiteSection):
     hardware: dict[str, Any]
     versions: dict[str, Any]
     git: dict[str, Any] | None
-    statistics: StatisticsSection
-    """Brackets hold an interval: a percentile bootstrap that draws whole prompts (for seconds, whole batches) with replacement
-    and divides sums, with both sides of a ratio from the same draw, and tails widened for few prompts."""
     suites: dict[str, SuiteSection] = {}
     """Further suites, measured in the same run; every other section is of the first suite, but for the losslessness, which was
     checked on all."""

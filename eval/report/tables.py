@@ -31,7 +31,7 @@ from eval.report.text import (
 
 Row = tuple[str, ...]
 
-PROVENANCE = ("target", "draft", "decode", "statistics", "hardware", "versions", "git")  # sections that describe the run
+PROVENANCE = ("target", "draft", "decode", "hardware", "versions", "git")  # sections that describe the run
 # Label, section, field and form of the numbers that a report leads with.
 NUMBERS = (
     ("decode speedup", "speed", "decode_speedup", times),
@@ -41,8 +41,6 @@ NUMBERS = (
     ("acceptance rate (α)", "acceptance", "overlap_alpha", number),
     ("accepted drafts per round", "acceptance", "accepted_per_round", number),
     ("accepted share of all drafts", "acceptance", "draft_token_yield", percent),
-    ("top-1 agreement", "acceptance", "top1_agreement", percent),
-    ("KL divergence (nats)", "acceptance", "kl_divergence", number),
     ("mass outside the draft's vocabulary", "acceptance", "uncovered_mass", percent),
     ("smallest detectable change in τ (%)", "acceptance", "detectable_change_percent", number),
 )
@@ -58,7 +56,6 @@ TERMS = {label: f"{section}.{field}" for label, section, field, _ in NUMBERS} | 
     "suite": "suites",
     "with lookup": "with_lookup",
     "way of decoding": "baselines",
-    "context": "acceptance.by_context_tokens",
     "phase": "speed.phases",
     "batch size": "speed.predicted",
     "perplexity": "quality.perplexity",
@@ -86,7 +83,6 @@ def report_tables(report: Report) -> list[Table]:
         Table(title="Numbers", header=("", "value", "95 % interval"), rows=list(_numbers(report))),
         _suites(report),
         _positions(report),
-        _lengths(report),
         _phases(report),
         *([] if predicted is None else [_predicted(predicted)]),
         _categories(report),
@@ -150,14 +146,6 @@ def _positions(report: Report) -> Table:
     ]
     header = ("draft position", "given all before", "survival", "overlap α")
     return Table(title="By draft position", header=header, rows=rows)
-
-
-def _lengths(report: Report) -> Table:
-    rows = [
-        (f"{each.from_tokens} to {each.to_tokens - 1}", str(each.num_rounds), tau(each))
-        for each in report.acceptance.by_context_tokens
-    ]
-    return Table(title="By tokens of the context before a round", header=("context", "rounds", "τ"), rows=rows)
 
 
 def _phases(report: Report) -> Table:

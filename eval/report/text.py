@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from eval.report.schema import (
-    BaselineSection,
     ClosedSection,
     FailedRequest,
     LosslessSection,
     LosslessVerdict,
+    OtherWaySection,
     Report,
     SuiteSection,
 )
@@ -111,7 +111,7 @@ def speedup_of(section: SuiteSection) -> tuple[float | None, list[float] | None]
     return (None, None) if section.speed is None else section.speed.interval_of("decode_speedup")
 
 
-def fastest_free(section: SuiteSection) -> tuple[str, BaselineSection] | None:
+def fastest_free(section: SuiteSection) -> tuple[str, OtherWaySection] | None:
     """Return the fastest way of decoding that needs no training, and its name."""
     ways = {name: each for name, each in section.baselines.items() if name != "autoregressive" and each.decode_speedup}
     return max(ways.items(), key=lambda way: way[1].decode_speedup or 0, default=None)

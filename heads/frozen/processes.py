@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -122,11 +122,6 @@ class Share:
         """Return what those that write hand in, in the order of their parts."""
         found: list[Part] = gather_object(list(own) if self.writes else [])
         return found
-
-    def in_all(self, own: Iterable[int]) -> set[int]:
-        """Return the numbers that every process of this part hands in: what it has finished, after it was interrupted."""
-        found: list[tuple[int, set[int]]] = gather_object([(self.number, set(own))])
-        return set.intersection(*(numbers for part, numbers in found if part == self.number))
 
 
 def share_of(group: Share | None, state: PartialState) -> Share:

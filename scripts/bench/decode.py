@@ -255,7 +255,7 @@ def summarise(config: DecodeBenchConfig, way: Way, plain: SideTurns[Answers], ow
     pair = first_answers(plain), first_answers(own)
     judged = judge_lossless(way.target, *pair, way.settings, LosslessConfig(), None)
     timings = [timing for side in (plain, own) for turns in side for turn in turns for timing in turn.result.timings]
-    speed = compare_speed(timings, way.name, samples=samples, seed=SEED)
+    speed = compare_speed(timings, way.name)
     drafted = [round_.num_drafted for generation in pair[1] for round_ in generation.rounds]
     return {
         "rule": way.rule,

@@ -82,8 +82,7 @@ class Facts:
         """
         if run.budget_minutes < SWEPT_FROM_MINUTES or run.target.is_split or "cost" in (run.eval or {}):
             return {}
-        context = min(128, self.context // 4)
-        return {"cost.num_speculative_tokens": 5, "cost.context_tokens": context, "cost.repeats": 2}
+        return {"cost.num_speculative_tokens": 5, "cost.repeats": 2}
 
 
 # --- the request ------------------------------------------------------------------------------------------------------

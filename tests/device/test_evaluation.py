@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 
 from configs.schema.evaluation import LosslessConfig
 from configs.schema.target import TargetConfig
-from eval.decoder.records import Generation
 from eval.evaluation import evaluate
 from eval.measure.record_files import RECORDS, read_records
 from heads.artifact import load_draft
@@ -44,7 +43,7 @@ def evaluated(tiny_run, tmp_path):
         )
         evaluate(config)
         records = read_records(Path(config.output) / RECORDS)
-        decoded = {(each.mode, each.prompt_id): each.tokens for each in records if isinstance(each, Generation)}
+        decoded = {(each.mode, each.prompt_id): each.tokens for each in records.generations}
         return report_in(config), decoded
 
     yield run

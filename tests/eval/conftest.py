@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from distill.generation.prompts import Prompt
-from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, DistributionComparison, Generation, Round, Timing
+from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Generation, Round, Timing
 from eval.measure.suite import Suite
 from eval.report.schema import Report
 from heads.sampling.draws import token_probabilities
@@ -53,25 +53,16 @@ def make_timing() -> Callable[..., Timing]:
     def build(mode: str, prompt_ids: tuple[str, ...], seconds: float, num_tokens: int, **others: Any) -> Timing:
         shares = {"draft_seconds": 0.2, "verify_seconds": 0.7, "sample_seconds": 0.05, "decode_seconds": 1.0}
         values = {name: share * seconds for name, share in shares.items()}
-        values |= {"num_tokens": num_tokens, "num_rounds": num_tokens, "prefill_seconds": 0.1, "measure_seconds": 0.01}
+        values |= {"num_tokens": num_tokens, "num_rounds": num_tokens, "prefill_seconds": 0.1}
         return Timing(**{"mode": mode, "prompt_ids": prompt_ids, "repeat": 0, **values, **others})
 
     return build
 
 
-def random_distributions(count: int, dice: random.Random) -> DistributionComparison:
-    """Make up the comparison of as many drafts."""
-    return DistributionComparison(
-        kl=tuple(dice.uniform(0, 2) for _ in range(count)),
-        uncovered=tuple(dice.uniform(0, 0.1) for _ in range(count)),
-        agrees=tuple(dice.random() < 0.7 for _ in range(count)),
-    )
-
-
 @pytest.fixture(scope="session")
 def random_generations(make_round, make_generation) -> list[Generation]:
     """32 prompts in four categories, three drafts a round accepted by coin throws, some texts ended inside a round."""
-    dice, more_dice = random.Random(0), random.Random(2)
+    dice, other_dice = random.Random(0), random.Random(2)
     generations = []
     for number in range(32):
         category = CATEGORIES[number % 4]
@@ -79,7 +70,8 @@ def random_generations(make_round, make_generation) -> list[Generation]:
         for _ in range(dice.randint(10, 25)):
             accepted = next((i for i in range(3) if dice.random() > ACCEPTANCE[category]), 3)
             overlap = tuple(dice.uniform(0.4, 0.9) for _ in range(min(accepted + 1, 3)))
-            rounds.append(make_round(3, accepted, overlap=overlap, distributions=random_distributions(len(overlap), more_dice)))
+            uncovered = tuple(other_dice.uniform(0, 0.1) for _ in overlap)
+            rounds.append(make_round(3, accepted, overlap=overlap, uncovered=uncovered))
         if number % 3 == 0:
             rounds.append(make_round(3, dice.randint(1, 3), cut=True))
         generations.append(make_generation(rounds, prompt_id=f"{category}-{number}", category=category))
@@ -147,8 +139,6 @@ def shared_inputs(random_generations, random_timings, make_round, make_generatio
         "versions": {"python": "3.11", "torch": "2.13.0"},
         "git": {"commit": "0123abc", "dirty": False},
         "command": ["eval/run.py", "--config", "configs/eval/heads.yaml"],
-        "bootstrap_samples": 300,
-        "seed": 0,
     }
 
 

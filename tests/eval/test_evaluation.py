@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import itertools
 import json
-import os
 import shutil
-import stat
 from pathlib import Path
 
 import pytest
@@ -108,7 +104,7 @@ def accept_everything(target_tokens_BK, tokens_BG, num_drafted_B):
 def test_a_sound_draft_passes_the_gate_and_a_rule_that_accepts_everything_does_not(config, planted, monkeypatch):
     if planted:
         monkeypatch.setattr("eval.decoder.verifier.verify_greedy", accept_everything)
-    evaluate(config.model_copy(update={"baselines": [], "bootstrap_samples": 200}))
+    evaluate(config.model_copy(update={"baselines": []}))
     verdict = judge(report_in(config), GateConfig(), artifact=read_artifact([config.draft]))
     assert [each.check for each in verdict.findings if each.outcome != "pass"] == ["lossless"] * planted
 
@@ -137,26 +133,18 @@ def test_the_report_of_another_target_draft_or_suite_is_not_written_over_unless_
     assert evaluate(other.model_copy(update={"repeats": 2})) == 0  # the same, measured otherwise
 
 
-@pytest.mark.parametrize(
-    ("on_too_long", "ids", "words"),
-    [
-        ("skip", ["q1"], "1 of the suite's prompts were left out"),
-        ("truncate", ["q0", "q1"], "1 of the suite's prompts lost the middle"),
-    ],
-)
-def test_prompts_that_fill_the_context_are_left_out_or_shortened_as_asked(config, on_too_long, ids, words, tmp_path):
+def test_prompts_that_fill_the_context_are_left_out_where_asked_and_the_report_says_so(config, tmp_path):
     def evaluate_on(*texts):
         rows = [{"question_id": f"q{number}", "turns": [text]} for number, text in enumerate(texts)]
-        suite = write_suite(tmp_path / "suite.jsonl", rows).model_copy(update={"on_too_long": on_too_long})
+        suite = write_suite(tmp_path / "suite.jsonl", rows).model_copy(update={"on_too_long": "skip"})
         return evaluate(config.model_copy(update={"suite": suite, "overwrite": True}))
 
     evaluate_on("w1 " * 300, "w2")
     report = report_in(config)
-    assert report.prompts.ids == ids
-    assert words in report.warnings[0]
-    if on_too_long == "skip":
-        with pytest.raises(InputError, match="each of the 1 prompts fills the target's context of 256 tokens"):
-            evaluate_on("w1 " * 300)
+    assert report.prompts.ids == ["q1"]
+    assert "1 of the suite's prompts were left out" in report.warnings[0]
+    with pytest.raises(InputError, match="each of the 1 prompts fills the target's context of 256 tokens"):
+        evaluate_on("w1 " * 300)
 
 
 @pytest.mark.parametrize(("warmup_prompts", "sizes"), [(0, []), (3, [2, 1])])
@@ -209,30 +197,6 @@ def refusal(command, capsys):
         return complaints[0]
 
     return run
-
-
-@pytest.mark.parametrize("writes", [0, 6])
-def test_a_full_disk_is_one_sentence_and_leaves_no_report_cut_short(command, writes, monkeypatch, capsys):
-    sync, calls, synced = os.fsync, itertools.count(), dict[int, int]()
-
-    def until_full(descriptor):
-        file = os.fstat(descriptor)
-        if next(calls) >= writes:
-            if stat.S_ISREG(file.st_mode):  # half of what is new was written
-                os.ftruncate(descriptor, (synced.get(file.st_ino, 0) + file.st_size) // 2)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        sync(descriptor)
-        synced[file.st_ino] = file.st_size
-
-    monkeypatch.setattr(os, "fsync", until_full)
-    assert command() == BAD_INPUT
-    complaints = [line for line in capsys.readouterr().err.splitlines() if "No space left" in line]
-    assert len(complaints) == 1
-    assert complaints[0].startswith("error: cannot write evaluation")
-    assert not Path("evaluation/report.json").exists() or report_in(EvalConfig(output="evaluation"))
-    monkeypatch.setattr(os, "fsync", sync)
-    assert command() == 0
-    assert sorted(path.name for path in Path("evaluation").iterdir()) == FILES
 
 
 def test_a_prompt_longer_than_the_context_and_damaged_weights_are_refused_in_one_sentence(refusal, tiny_run, tmp_path):

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from configs.runtime.errors import InputError
-from configs.schema.evaluation import EvalConfig, QualityConfig, SuiteConfig
+from configs.schema.evaluation import QualityConfig, SuiteConfig
 from distill.generation.prompts import Prompt
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Generation
 from eval.evaluation import evaluate
 from eval.metrics.acceptance import Tally
-from eval.quality import SideBySide, check_references, final_number, judge_quality, unseen_change
+from eval.quality import check_references, compare_perplexity, final_number, judge_quality, unseen_change
 from eval.report.schema import QualitySection
 from tests.support.evaluations import report_in, tiny_evaluation, write_suite
 
@@ -47,7 +47,7 @@ def judge(target, pairs, quality, references=None, **changed):
         reference = None if references is None else references[number]
         prompts.append(Prompt(prompt_id=f"q{number}", category="maths", turns=("How many?",), answer=reference))
     check_references(quality, prompts)
-    found = judge_quality(target, tally, prompts, EvalConfig(quality=quality, bootstrap_samples=200))
+    found = judge_quality(target, tally, prompts, quality)
     return QualitySection.model_validate(found)
 
 
@@ -93,8 +93,8 @@ def test_turns_of_one_prompt_are_one_cluster(target):
     """Two prompts: an interval over three clusters would be another one."""
     turns = [(answer(0, AUTOREGRESSIVE, (11, 3)), answer(0, SPECULATIVE, (11, 4)))]
     turns.append((answer(0, AUTOREGRESSIVE, (12, 3), turn=1), answer(0, SPECULATIVE, (12, 5), turn=1)))
-    alone = SideBySide(turns, samples=50, seed=0).perplexity(target)
-    both = SideBySide([*turns, (answer(1, AUTOREGRESSIVE, (3,)),) * 2], samples=50, seed=0).perplexity(target)
+    alone = compare_perplexity(target, turns)
+    both = compare_perplexity(target, [*turns, (answer(1, AUTOREGRESSIVE, (3,)),) * 2])
     assert alone["ratio_ci"] is None
     assert both["ratio_ci"] is not None
 

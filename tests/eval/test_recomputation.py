@@ -8,7 +8,7 @@ forward as the pending token.
 import pytest
 import torch
 
-from configs.schema.decoding import DecodeConfig, StaticTree
+from configs.schema.decoding import DecodeConfig
 from eval.decoder.decode import Request, decode
 from heads.frozen.hidden_states import blocks
 from heads.proposers.draft_lm import DraftLM
@@ -75,17 +75,3 @@ def test_a_round_of_a_chain_reads_each_token_once(target, draft_model, right):
     assert by_draft == expected_draft_forwards(generation.rounds)
     if right == (GAMMA,):  # all was kept, so the target has read every token of the answer once, the last one aside
         assert sum(by_target) == len(generation.tokens) - 1
-
-
-@torch.no_grad()
-def test_a_tree_is_read_in_one_forward_of_the_target_and_one_a_depth_of_the_draft(target, draft_model):
-    tree = StaticTree(kind="static", branching=[2, 2, 1])
-    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=20, tree=tree)
-    (generation,), by_target, by_draft = decode_counted(target, draft_model, config, DraftLM(draft_model, 64))
-    whole = [round_ for round_ in generation.rounds if round_.num_nodes == 10]
-    assert by_target == [1 + (round_.num_nodes or 0) for round_ in generation.rounds]
-    assert by_target.count(11) == len(whole) > 2
-    # Its first forward reads the path that stayed and the pending token, the others the tokens that have children.
-    before = [0, *(round_.num_accepted for round_ in generation.rounds)]
-    expected = [length for accepted in before[: len(whole)] for length in (1 + accepted, 2, 4)]
-    assert by_draft[: len(expected)] == expected

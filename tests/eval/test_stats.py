@@ -90,24 +90,6 @@ def test_g_raises_false_alarms_as_often_as_its_level_where_cells_expect_five_sam
 # --- detectable effects -------------------------------------------------------------------------------------------
 
 
-def made_up(num_prompts, seed, tau=2.0, spread=0.4):
-    """Committed tokens and rounds of prompts whose own yields scatter about tau."""
-    generator = np.random.default_rng(seed)
-    rounds = generator.integers(20, 60, num_prompts).astype(float)
-    return rounds * generator.normal(tau, spread, num_prompts), rounds
-
-
-def test_an_effect_of_the_detectable_size_is_found_in_four_of_five_runs():
-    num_prompts = 16
-    known = np.mean([detectable_percent([tokens], [rounds]) for tokens, rounds in (made_up(num_prompts, n) for n in range(50))])
-    changed = 2.0 * (1 + known / 100)
-    found = 0
-    for seed in range(400):
-        interval = ratio_interval(*made_up(num_prompts, 1000 + seed, tau=changed), samples=200, seed=seed)
-        found += interval.low > 2.0
-    assert 0.73 <= found / 400 <= 0.87
-
-
 @pytest.mark.parametrize(("num_cells", "num_samples"), [(4, 200), (40, 800)])
 def test_a_total_variation_of_the_detectable_size_is_found_in_four_of_five_runs_wherever_it_hides_best(num_cells, num_samples):
     generator = np.random.default_rng(0)
@@ -120,22 +102,16 @@ def test_a_total_variation_of_the_detectable_size_is_found_in_four_of_five_runs_
     assert detectable_variation(num_samples, 0) is None
 
 
-@pytest.mark.parametrize(("num_above", "num_below"), [(1, 1), (2, 2), (2, 1)], ids=["ratio", "two sides", "product"])
-def test_what_is_detectable_is_what_the_weight_of_each_prompt_moves(num_above, num_below):
-    """By weights w, log(prod_f sum_i w_i c_fi / prod_g sum_i w_i r_gi) has slopes sum_f c_fi / C_f - sum_g r_gi / R_g."""
+def test_what_is_detectable_is_what_the_weight_of_each_prompt_moves():
+    """By weights w, log(sum_i w_i c_i / sum_i w_i r_i) has slopes c_i / C - r_i / R."""
     generator, num_prompts = np.random.default_rng(3), 9
-    above, below = (generator.integers(1, 50, (count, num_prompts)).astype(float) for count in (num_above, num_below))
-    moves = []
-    for prompt in range(num_prompts):
-        gains = sum(column[prompt] / sum(column) for column in above)
-        moves.append(gains - sum(column[prompt] / sum(column) for column in below))
-    variance = sum((move - sum(moves) / num_prompts) ** 2 for move in moves) * num_prompts / (num_prompts - 1)
+    above, below = generator.integers(1, 50, (2, num_prompts)).astype(float)
+    moves = above / sum(above) - below / sum(below)
+    variance = sum(move**2 for move in moves) * num_prompts / (num_prompts - 1)
     errors = student.ppf(0.975, num_prompts - 1) + student.ppf(0.8, num_prompts - 1)
-    found = detectable_percent(above, below)
-    assert found == pytest.approx(100 * errors * math.sqrt(variance), rel=1e-12)
-    assert detectable_percent(3.7 * above, [below[0] / 11, *below[1:]]) == pytest.approx(found, rel=1e-12)
+    assert detectable_percent(above, below) == pytest.approx(100 * errors * math.sqrt(variance), rel=1e-12)
 
 
 @pytest.mark.parametrize("columns", [([], []), ([3.0], [2.0]), ([0.0, 0.0], [1.0, 2.0]), ([1.0, 2.0], [0.0, 0.0])])
 def test_too_little_to_say_is_none(columns):
-    assert detectable_percent([columns[0]], [columns[1]]) is None
+    assert detectable_percent(*columns) is None

@@ -38,7 +38,6 @@ def evaluation(project, output, draft):
             "suite": {"path": str(project.folder / "prompts.jsonl"), "num_prompts": 2},
             "decode": {"num_speculative_tokens": 2, "max_new_tokens": 6},
             "repeats": 1,
-            "bootstrap_samples": 20,
             "output": str(output),
         }
     )

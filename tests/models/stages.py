@@ -24,7 +24,7 @@ from distill.dataset.batches import Example, collate
 from distill.loss.objectives import DraftObjective, HeadObjective
 from distill.signals import SignalSource
 from distill.student.init import initial_draft
-from eval.decoder.request import Request
+from eval.decoder.records import Request
 from heads.artifact import load_draft, save_draft_lm, save_head
 from heads.families.registry import FAMILIES
 from heads.frozen.hidden_states import check_taps, num_blocks, read_states

@@ -64,7 +64,7 @@ def measured(tiny_run, tmp_path_factory):
     (folder / "artifact" / "optimizer.pt").write_bytes(b"not for others")
     shutil.copy(tiny_run / "suite.jsonl", folder)
     decode = {"max_new_tokens": 10, "batch_size": 1}
-    config = tiny_evaluation(folder, folder / "evaluation", num_prompts=6, decode=decode, bootstrap_samples=200)
+    config = tiny_evaluation(folder, folder / "evaluation", num_prompts=6, decode=decode)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("eval.evaluation.render_html", lambda report: "")  # drawing takes longer than all the rest
         assert evaluation.evaluate(config) == 0

@@ -33,7 +33,6 @@ def tiny_evaluation(
         "generate_prompts": 0,
         "warmup_prompts": 0,
         "lossless": LosslessConfig(first_token_samples=64),
-        "bootstrap_samples": 20,
         "output": str(output),
     }
     return EvalConfig(**settings | others)

@@ -22,7 +22,7 @@ from configs.runtime.files import CHECKOUT
 from configs.schema.decoding import DecodeConfig
 from configs.schema.target import TargetConfig
 from eval.decoder.batch import BatchRun
-from eval.decoder.request import Request
+from eval.decoder.records import Request
 from heads.families.registry import FAMILIES, serve
 from heads.frozen.loading import load_target
 from heads.inference.runner import runner_of

@@ -1,4 +1,4 @@
-"""The decoder where little room is left, something is no number, vocabularies differ, prompts are equal, drafts are a tree.
+"""The decoder where little room is left, something is no number, vocabularies differ, prompts are equal.
 
 That what it gives is plain decoding's is tested in `test_matrix`.
 """
@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from configs.runtime.errors import InputError
-from configs.schema.decoding import DecodeConfig, StaticTree
+from configs.schema.decoding import DecodeConfig, DynamicTree, StaticTree
 from eval.decoder.decode import decode, generate
+from heads.artifact import load_draft, save_draft_lm
 from heads.frozen.hidden_states import forward_states
+from heads.metadata import read_metadata
 from heads.proposers.draft_lm import DraftLM
 from tests.support.decoding import PROMPTS, requests_for
 
@@ -136,26 +137,43 @@ def test_equal_prompts_are_read_once_and_answered_each_for_itself(target, draft,
     assert tokens_of(together) == tokens_of(alone)
 
 
-# --- trees --------------------------------------------------------------------------------------------------------
+# --- what is no number, or no token -----------------------------------------------------------------------------------
+
+HEALTHY, BROKEN, MARK = [[7, 12, 3], [20, 9], [31, 5, 6], [13, 11], [50, 2], [8]], [40, 5], 40
+SHAPES = {
+    "greedy chain": {},
+    "sampled chain": {"temperature": 1.0},
+    "greedy tree": {"tree": StaticTree(kind="static", branching=[3, 2, 1])},
+    "grown tree": {"tree": DynamicTree(kind="dynamic", num_nodes=9, width=3)},
+}
 
 
-def bushy(**others):
-    """A config of trees of 3, 6 and 6 drafts by depth."""
-    tree = StaticTree(kind="static", branching=[3, 2, 1])
-    return DecodeConfig(**({"num_speculative_tokens": 3, "max_new_tokens": 17, "tree": tree} | others))
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("whose", ["target", "draft"])
+def test_what_is_no_number_ends_its_own_request_and_no_other(shape, whose, tiny_llama, as_target):
+    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=8, **SHAPES[shape])
+    models = {"target": tiny_llama(seed=1), "draft": tiny_llama(seed=2)}
+    target, draft = as_target(models["target"]), DraftLM(models["draft"], 64)
+    unbroken, _ = decode(target, requests_for([*HEALTHY, BROKEN]), config.model_copy(update={"num_speculative_tokens": 0}))
+    with torch.no_grad():
+        models[whose].get_input_embeddings().weight[MARK] = float("nan")
+    mixed, _ = decode(target, requests_for([*HEALTHY, BROKEN]), config, draft)
+    # The others may come upon the same token by themselves; then they end as they would alone.
+    again, _ = decode(target, requests_for(HEALTHY), config, draft)
+    assert [each.tokens for each in mixed[:-1]] == [each.tokens for each in again]
+    assert any(each.stop_reason == "length" for each in again)
+    drawn_from_the_draft = shape == "sampled chain"
+    if whose == "target" or drawn_from_the_draft:
+        assert mixed[-1].stop_reason == "non_finite"
+    else:  # drafts that are not drawn from a distribution cost nothing but time
+        assert mixed[-1].stop_reason == "length"
+        assert mixed[-1].tokens == unbroken[-1].tokens
 
 
-def test_a_perfect_draft_is_accepted_down_to_the_leaves_and_recorded_by_its_ranks(target):
-    generations, timing = decode(target, requests_for(PROMPTS), bushy(), DraftLM(target.model, 64))
-    for generation in generations:
-        seen = [(round_.num_accepted, round_.ranks, round_.num_nodes) for round_ in generation.rounds]
-        assert seen == [(3, (0, 0, 0), 15)] * 4
-    assert timing.num_rounds == 4 * 4
-
-
-def test_settings_that_do_not_go_with_a_tree_are_refused():
-    with pytest.raises(ValidationError, match="num_speculative_tokens"):
-        bushy(num_speculative_tokens=2)
-    with pytest.raises(ValidationError, match="stopping"):
-        bushy(stopping={"rule": "confidence"})
-    assert bushy(num_speculative_tokens=0).tree is not None
+def test_a_draft_that_lacks_tokens_it_claims_to_say_is_refused(tiny_run, tiny_llama, tiny_tokenizer, tmp_path, as_target):
+    metadata = read_metadata(tiny_run / "artifact")
+    save_draft_lm(tmp_path / "artifact", tiny_llama(vocab_size=50, dtype=torch.float32), tiny_tokenizer, metadata)
+    target = as_target(tiny_llama(seed=1, dtype=torch.float32))
+    identity = {key: value for key, value in metadata.target.items() if key.endswith("sha256")}
+    with pytest.raises(InputError, match=r"its model has 50 tokens, while draftsmith\.json says 64"):
+        load_draft(tmp_path / "artifact", replace(target.identity, **identity), target.model)

@@ -45,7 +45,6 @@ TREES = {
     "static": StaticTree(kind="static", branching=[3, 2, 1]),
 }
 TYPICAL = TypicalAcceptance(kind="typical")
-LIMITS = TYPICAL.epsilon, TYPICAL.delta
 RING = torch.tensor([[1], [2], [0], [3]])  # of 4 tokens, each of 3 passes for the one before it, and the last for none
 
 
@@ -54,7 +53,7 @@ RING = torch.tensor([[1], [2], [0], [3]])  # of 4 tokens, each of 3 passes for t
 
 def is_plausible(p_V, token):
     entropy = -sum(p * math.log(p) for p in p_V if p > 0)
-    return p_V[token] > min(LIMITS[0], LIMITS[1] * math.exp(-entropy))
+    return p_V[token] > min(TYPICAL.epsilon, TYPICAL.delta * math.exp(-entropy))
 
 
 def naive_path(p_NV, tokens, parents):
@@ -78,7 +77,7 @@ def test_a_tree_keeps_the_deepest_plausible_path_and_the_likeliest_of_equals(dat
     generator = torch.Generator().manual_seed(seed)
     p_BNV = (2 * torch.randn(3, len(parents), 4, generator=generator, dtype=torch.float64)).softmax(-1)
     tokens_BN = torch.randint(4, (3, len(parents)), generator=generator)
-    verdict = verify_typical_tree(p_BNV, tokens_BN, torch.tensor(parents), len(parents) - 1, *LIMITS)
+    verdict = verify_typical_tree(p_BNV, tokens_BN, torch.tensor(parents), len(parents) - 1, TYPICAL)
     for row in range(3):
         path = naive_path(p_BNV[row].tolist(), tokens_BN[row].tolist(), parents)
         assert verdict.path_BD[row].tolist() == path + [-1] * (len(parents) - 1 - len(path))
@@ -93,16 +92,16 @@ def test_typical_acceptance_is_greedy_at_temperature_0_and_lossy_above():
     parents_N = torch.tensor([-1, 0, 1, 1, 3, 2])
     tokens_BN[:, 3] = (tokens_BN[:, 2] + 1) % 3  # siblings that differ
     tree, greedy_tree = (
-        verify_typical_tree(p_BNV, tokens_BN, parents_N, 3, *LIMITS),
+        verify_typical_tree(p_BNV, tokens_BN, parents_N, 3, TYPICAL),
         match_tree(tokens_of(target_BN), tokens_BN, parents_N, 3),
     )
     count_B = torch.arange(50) % 6  # never more than were drafted
     chain, greedy = (
-        verify_typical(p_BNV, tokens_BN[:, 1:], count_B, *LIMITS),
+        verify_typical(p_BNV, tokens_BN[:, 1:], count_B, TYPICAL),
         verify_greedy(target_BN, tokens_BN[:, 1:], count_B),
     )
     assert all(map(torch.equal, (*tree, *chain), (*greedy_tree, *greedy)))
-    outcome = enumerate_rule(lambda p, q, tokens, count, *_: verify_typical(p, tokens, count, *LIMITS), random_toy(0))
+    outcome = enumerate_rule(lambda p, q, tokens, count, *_: verify_typical(p, tokens, count, TYPICAL), random_toy(0))
     assert outcome.total_variation > 0.1
 
 
@@ -175,7 +174,7 @@ def test_every_kept_draft_is_plausible_and_the_target_adds_its_likeliest(target,
             for place, token in enumerate(round_.committed):
                 probs_V = token_probabilities(target.model(torch.tensor([text])).logits[0, -1], config)
                 if place < round_.num_accepted:
-                    assert probs_V[token] > typical_threshold(probs_V, *LIMITS)
+                    assert probs_V[token] > typical_threshold(probs_V, TYPICAL)
                 else:
                     assert token == probs_V.argmax()
                 text.append(token)

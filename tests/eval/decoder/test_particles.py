@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections import Counter
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig, ParticleSampling
 from eval.decoder.decode import decode
 from eval.decoder.particles import ParticleRun, choose, resample, systematic_ancestors, weigh, weight_shares
-from eval.decoder.request import BatchRow
+from eval.decoder.records import BatchRow
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.lookup import PromptLookup
 from heads.sampling.draws import token_probabilities
@@ -26,36 +25,6 @@ PROMPTS = [(7, 12, 3), (20, 9, 9, 31, 5, 6), (40,)]
 
 def random_distributions(seed, *shape):
     return (1.5 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)).softmax(-1)
-
-
-def distribution_after_one_cycle(p_V, q_V, bonus_VV, num_particles):
-    """Give the exact distribution `[V, V]` of the chosen particle's draft and bonus, over every number of particles at every
-    draft."""
-    vocab_size = len(p_V)
-    chosen_VV = torch.zeros(vocab_size, vocab_size, dtype=torch.float64)
-    for drafts in itertools.combinations_with_replacement(range(vocab_size), num_particles):
-        counts = Counter(drafts)
-        ways = math.factorial(num_particles) / math.prod(map(math.factorial, counts.values()))
-        probability = ways * math.prod(q_V[token].item() for token in drafts)
-        tokens_BN = torch.tensor([drafts])
-        distributions = [probs_V.expand(1, num_particles, 1, vocab_size) for probs_V in (p_V, q_V)]
-        start = torch.zeros(1, num_particles)
-        weights = weigh(start, *distributions, tokens_BN.unsqueeze(-1), torch.ones_like(tokens_BN))
-        for token, share in zip(drafts, weight_shares(weights)[0].tolist(), strict=True):
-            chosen_VV[token] += probability * share * bonus_VV[token]
-    return chosen_VV
-
-
-def test_the_exact_distribution_of_one_cycle_approaches_the_targets():
-    p_V, q_V = random_distributions(0, 2, 3)
-    bonus_VV = random_distributions(1, 3, 3)
-    aim_VV = p_V.unsqueeze(1) * bonus_VV
-    distances = [
-        (distribution_after_one_cycle(p_V, q_V, bonus_VV, count) - aim_VV).abs().sum().item() / 2 for count in (1, 2, 4, 8, 16)
-    ]
-    assert distances == sorted(distances, reverse=True)
-    assert distances[-1] < distances[1] / 5  # the bias of a self-normalised estimate falls with 1/N
-    assert distances[0] == pytest.approx(float((q_V - p_V).abs().sum() / 2))
 
 
 def test_a_weight_is_the_ratio_of_the_two_joint_probabilities_of_what_was_drafted():

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.decode import decode, generate
-from eval.decoder.request import StopStrings
+from eval.decoder.records import StopStrings
 from tests.support.decoding import PROMPTS, KnownAnswers, requests_for
 
 END = "<end>"

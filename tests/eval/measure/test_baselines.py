@@ -97,16 +97,6 @@ def test_answers_to_prompts_of_the_suites_are_not_known(target, tmp_path, monkey
         known_answers(config, suite, target.identity)
 
 
-def test_a_lookup_must_expect_more_of_answers_that_are_drawn_unless_a_number_is_given(target, config, tiny_llama):
-    def expected_at(temperature, **changes):
-        decode = config.decode.model_copy(update={"temperature": temperature})
-        settings = config.model_copy(update={"decode": decode, **changes})
-        return add_lookup(DraftLM(tiny_llama(seed=2), 64), settings, target).lookup.min_expected
-
-    assert expected_at(0.0) < expected_at(0.6) < expected_at(1.0)
-    assert expected_at(1.0, lookup_expects=1.5) == 1.5
-
-
 def test_baselines_draft_whole_chains_whatever_is_asked_of_the_draft(target, config):
     asked = config.decode.model_copy(update={"tree": StaticTree(kind="static", branching=[2, 1])})
     measurement = Measurement(target, config.model_copy(update={"decode": asked}), make_baselines(config, target))

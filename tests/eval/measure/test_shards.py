@@ -15,7 +15,7 @@ from accelerate import PartialState
 import eval.measure.interleaved
 from configs.runtime.errors import InputError
 from eval.decoder.decode import decode
-from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP, Generation, Timing
+from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP
 from eval.evaluation import evaluate
 from eval.measure.record_files import RECORDS, BatchFiles, Records, drop_batches, read_records
 from tests.support.evaluations import report_in, tiny_evaluation, write_suite
@@ -31,8 +31,8 @@ def config(tiny_run, tmp_path):
     return tiny_evaluation(tiny_run, tmp_path / "evaluation", suite=write_suite(tmp_path / "suite.jsonl", rows))
 
 
-def records_of(config, kind):
-    return [each for each in read_records(Path(config.output) / "records.jsonl") if isinstance(each, kind)]
+def records_of(config):
+    return read_records(Path(config.output) / RECORDS)
 
 
 def run_as(rank, count, folder, config):
@@ -61,10 +61,10 @@ def test_two_processes_report_what_one_reports(config, tmp_path):
     assert evaluate(alone) == 0
     assert run_shared(config, 2, tmp_path) == [0, 0]
 
-    places = Counter((each.mode, each.prompt_id, each.turn) for each in records_of(config, Generation))
+    places = Counter((each.mode, each.prompt_id, each.turn) for each in records_of(config).generations)
     assert places == {(mode, f"q{n}", turn): 1 for mode in MODES for n in range(7) for turn in range(1 + n % 2)}
     assert comparable(config) == comparable(alone)
-    labels = [[(each.prompt_ids, each.mode) for each in records_of(one, Timing)] for one in (config, alone)]
+    labels = [[(each.prompt_ids, each.mode) for each in records_of(one).timings] for one in (config, alone)]
     assert labels[0] == labels[1]
     ours, theirs = report_in(config), report_in(alone)
     assert (ours.hardware["processes"], theirs.hardware["processes"]) == (2, 1)
@@ -78,7 +78,7 @@ def test_two_processes_report_what_one_reports(config, tmp_path):
 
 def comparable(config):
     """Return the generations, without the rounds of the lookup that learns from the prompts before it in its own process."""
-    generations = records_of(config, Generation)
+    generations = records_of(config).generations
     return [replace(each, rounds=()) if each.mode == WITH_LOOKUP else each for each in generations]
 
 
@@ -134,7 +134,7 @@ def test_a_run_that_was_cut_off_goes_on_and_reports_what_an_uninterrupted_one_re
 
     alone = config.model_copy(update={"output": str(tmp_path / "alone")})
     assert evaluate(alone) == 0
-    assert records_of(config, Generation) == records_of(alone, Generation)
+    assert records_of(config).generations == records_of(alone).generations
     assert untimed(report_in(config)) == pytest.approx(untimed(report_in(alone)))
     assert report_in(alone).warnings == []
 
@@ -161,7 +161,7 @@ def test_a_batch_that_the_machine_gives_up_on_is_listed_and_timed_in_no_mode(con
         ("q3", 0, SPECULATIVE, "error"),
     ]
     assert (report.prompts.num_asked, report.prompts.num_prompts) == (7, 5)
-    timed = {prompt_id for each in records_of(config, Timing) for prompt_id in each.prompt_ids}
+    timed = {prompt_id for each in records_of(config).timings for prompt_id in each.prompt_ids}
     assert "q2" not in timed
     assert report.lossless.verdict == "lossless"  # what was not decoded is no evidence against it
 
@@ -189,7 +189,7 @@ def written(folder, generations, timings=()):
 
 def test_what_was_written_is_read(random_generations, random_timings, tmp_path):
     path = written(tmp_path, random_generations, random_timings)
-    assert list(read_records(path)) == [*random_generations, *random_timings]
+    assert read_records(path) == Records(random_generations, random_timings)
     assert [each.name for each in tmp_path.iterdir()] == [RECORDS]
 
 
@@ -197,7 +197,7 @@ def test_rounds_of_every_kind_are_read_as_they_were(make_round, make_generation,
     plain = make_generation([make_round(0, 0)] * 3, mode=AUTOREGRESSIVE)
     mixed = make_generation([make_round(3, 1, overlap=(0.5, 0.25)), make_round(0, 0), make_round(2, 2, cut=True, overlap=())])
     empty = replace(make_generation([], prompt_id="\u2028 \ud800"), tokens=(), stop_reason="error", turn=2)
-    assert list(read_records(written(tmp_path, [plain, mixed, empty]))) == [plain, mixed, empty]
+    assert read_records(written(tmp_path, [plain, mixed, empty])).generations == [plain, mixed, empty]
 
 
 def test_batches_are_joined_in_order_and_none_may_be_missing(make_round, make_generation, tmp_path):
@@ -208,7 +208,7 @@ def test_batches_are_joined_in_order_and_none_may_be_missing(make_round, make_ge
     with pytest.raises(FileNotFoundError):
         files.join(12)
     files.write(0, Records([generations[0]]))
-    assert list(read_records(files.join(12))) == generations
+    assert read_records(files.join(12)).generations == generations
 
 
 @pytest.mark.parametrize("line", ["", "{", '{"generation": {"prompt_id": "q"}}', '{"timing": {"mode": 1}}', "9" * 5000])
@@ -216,7 +216,7 @@ def test_a_line_that_is_no_record_is_named(random_generations, tmp_path, line):
     path = written(tmp_path, random_generations[:1])
     with path.open("a") as file:
         file.write(line + "\n")
-    with pytest.raises(InputError, match=r"records\.jsonl, line 2 is neither a generation nor a timing"):
-        list(read_records(path))
+    with pytest.raises(InputError, match=r"records .*records\.jsonl"):
+        read_records(path)
     with pytest.raises(InputError, match=r"cannot read records .*nosuch"):
-        list(read_records(tmp_path / "nosuch"))
+        read_records(tmp_path / "nosuch")

@@ -27,15 +27,6 @@ HOUSE = "eval/suites/house64.jsonl"
 CATEGORIES = ["writing", "coding", "maths", "reasoning", "extraction", "translation", "summarising", "chat"]
 
 
-@pytest.fixture
-def suite_file(tmp_path):
-    rows = [
-        {"question_id": f"{name}-{n}", "category": name, "turns": [f"{name}{n}", "then"]} for n, name in enumerate("aaaabc")
-    ]
-    write_suite(tmp_path / "suite.jsonl", rows)
-    return tmp_path / "suite.jsonl"
-
-
 def test_the_suite_that_ships_has_eight_prompts_of_each_of_eight_categories_and_is_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     suite = load_suite(SuiteConfig(path=HOUSE))
@@ -52,13 +43,6 @@ def test_a_few_prompts_are_spread_evenly_over_the_categories():
     assert list(counts) == CATEGORIES
     assert set(counts.values()) == {2, 3}
     assert load_suite(SuiteConfig(num_prompts=8)).ids == [f"{name}-1" for name in CATEGORIES]
-
-
-@pytest.mark.parametrize(("max_turns", "left_out"), [(None, 0), (1, 6), (2, 0)])
-def test_later_turns_can_be_left_out_and_are_counted(suite_file, max_turns, left_out):
-    suite = load_suite(SuiteConfig(path=str(suite_file), max_turns=max_turns))
-    assert {len(prompt.turns) for prompt in suite.prompts} == {max_turns or 2}
-    assert [warning.split()[0] for warning in suite.warnings] == [str(left_out)] * (left_out > 0)
 
 
 @pytest.mark.parametrize(
@@ -117,19 +101,6 @@ def test_a_data_set_is_identified_by_what_it_asks_and_not_by_its_files(data_set,
     datasets.Dataset.from_dict({"question": ["one!"], "answer": ["#### 1"]}).save_to_disk(changed)
     assert packed_otherwise.sha256 == load_suite(SuiteConfig(path=str(data_set), column="question", num_prompts=1)).sha256
     assert load_suite(SuiteConfig(path=str(changed), column="question")).sha256 != packed_otherwise.sha256
-
-
-def test_a_name_on_the_hub_is_looked_up_there(monkeypatch):
-    asked = []
-
-    def load_dataset(*arguments, **settings):
-        asked.append((arguments, settings))
-        return datasets.Dataset.from_dict({"task_id": ["HumanEval/0"], "prompt": ["def f():"]})
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    suite = load_suite(SuiteConfig(path="openai/openai_humaneval", subset="plain"))
-    assert asked == [(("openai/openai_humaneval", "plain"), {"split": "test", "revision": None})]
-    assert (suite.format, suite.ids) == ("column", ["HumanEval/0"])
 
 
 # --- turns --------------------------------------------------------------------------------------------------------
@@ -231,19 +202,18 @@ def test_each_suite_has_the_numbers_that_it_has_alone(two_suites, tmp_path):
     report = report_in(two_suites)
     assert report.prompts.suite == "home"
     assert list(report.suites) == ["abroad"]
-    records = [each for each in read_records(Path(two_suites.output) / "records.jsonl") if isinstance(each, Generation)]
+    records = read_records(Path(two_suites.output) / "records.jsonl").generations
     assert {(each.suite, each.prompt_id.startswith("abroad/")) for each in records} == {("home", False), ("abroad", True)}
     for suite, section in ((two_suites.suite, report), (two_suites.suites[0], report.suites["abroad"])):
         alone = two_suites.model_copy(update={"suite": suite, "suites": [], "output": str(tmp_path / f"alone-{suite.label}")})
         evaluate(alone)
         expected = report_in(alone)
         assert section.acceptance.tokens_per_target_step == expected.acceptance.tokens_per_target_step
-        assert section.acceptance.by_context_tokens == expected.acceptance.by_context_tokens
         assert section.prompts.sha256 == expected.prompts.sha256
         assert section.prompts.num_turns == expected.prompts.num_turns
         assert section.by_category.keys() == expected.by_category.keys()
         assert section.baselines.keys() == expected.baselines.keys()
-        assert section.speed.num_batches == expected.speed.num_batches  # no batch holds prompts of both
+        assert len(section.speed.per_batch) == len(expected.speed.per_batch)  # no batch holds prompts of both
     assert report.lossless.checked_prompts == 5 + 4
 
 

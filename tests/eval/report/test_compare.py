@@ -6,9 +6,8 @@ from configs.runtime.command import run_command
 from configs.runtime.errors import InputError
 from configs.schema.evaluation import CompareConfig
 from eval.compare import add_arguments, main
-from eval.report.comparison import compare, describe_change, differences, notes, overview, speed_change, tau_change
+from eval.report.comparison import compare, describe_change, differences, speed_change, tau_change
 from eval.report.schema import write_report
-from eval.report.tables import as_text
 from tests.support.reports import changed
 
 SUITE = "eval/suites/house64.jsonl"
@@ -88,16 +87,6 @@ def test_another_machine_version_or_dtype_leaves_only_the_counts_comparable(repo
     assert (entry.tau is None, entry.speed) == (False, None)
 
 
-def test_the_table_has_a_line_a_report_and_says_what_differs(report):
-    other = changed(report, {"decode.num_speculative_tokens": 5})
-    entries = compare([("one.json", report), ("two.json", other)])
-    header, first, second = as_text(overview(entries)).splitlines()
-    assert header.split()[0] == "report"
-    assert first.startswith("A  one.json  3")
-    assert second.startswith("B  two.json  5")
-    assert notes(entries) == ["B differs from A in num_speculative_tokens (5 here, 3 there)"]
-
-
 # --- prompt by prompt ----------------------------------------------------------------------------------------------
 
 
@@ -119,8 +108,7 @@ def test_a_report_against_itself_shows_no_change(report):
     assert tau.ours == tau.theirs == report.acceptance.tokens_per_target_step
     assert speed.ours == pytest.approx(report.speed.decode_speedup)
     for change in (tau, speed):
-        assert (change.ratio_ci, change.outcome, change.num_clusters) == ([1.0, 1.0], "inconclusive", 32)
-        assert change.detectable_percent == pytest.approx(0.0, abs=1e-9)
+        assert (change.ratio_ci, change.outcome) == ([1.0, 1.0], "inconclusive")
 
 
 def test_speed_is_compared_by_each_runs_own_plain_decoding(report):
@@ -134,7 +122,7 @@ def test_only_prompts_that_both_answered_count(report):
     kept = dict(list(report.acceptance.per_prompt.items())[5:])
     found = tau_change(report, changed(report, {"acceptance.per_prompt": lambda _: kept}))
     tau = sum(tokens for tokens, _ in kept.values()) / sum(rounds for _, rounds in kept.values())
-    assert (found.num_clusters, found.ours) == (27, pytest.approx(tau))
+    assert found.ours == pytest.approx(tau)
 
 
 @pytest.mark.parametrize(

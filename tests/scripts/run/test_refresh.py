@@ -125,7 +125,6 @@ def test_drift_is_tau_by_week_and_trains_nothing(refresh):
         "refresh.min_prompts=2",
         "refresh.prompts_per_week=3",
         "eval.decode.max_new_tokens=6",
-        "eval.bootstrap_samples=200",
     )
     assert refresh("--drift", "--set", *weeks) == DONE
     assert refresh.called == ["eval/run.py"]
