@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 
 import pytest
@@ -19,8 +19,8 @@ from eval.report.page import render_html
 from eval.report.schema import load_report
 from eval.report.tables import code, code_block, escape, render_markdown, table
 from heads.metadata import hash_artifact, read_metadata
+from scripts.watch.__main__ import render
 from scripts.watch.reading import Stage, read_run
-from scripts.watch.view import render
 from tests.scripts.conftest import change, judge
 from tests.support.reports import changed
 
@@ -82,8 +82,9 @@ def judged(request, measured):
     named = {"draft.path": text, "target.name": text, "prompts.source": text, "warnings": [text], "suites": {text: suite}}
     report = changed(report, named | {"by_category": {text: next(iter(values["by_category"].values()))}})
     found = Finding(check=text, outcome="fail", value=text, required=text, reason=text)
-    run = replace(read_run(measured / "evaluation"), target=text, report=report, stages=(Stage(name=text, state="failed"),))
-    return text, report, GateVerdict(findings=(found,), notes=(text,)), replace(run, links={text: text})
+    stages, gate = (Stage(name=text, state="failed"),), {"outcome": "fail", "findings": [asdict(found)]}
+    run = replace(read_run(measured / "evaluation"), target=text, report=report, stages=stages, gate=gate)
+    return text, report, GateVerdict(findings=(found,), notes=(text,)), run
 
 
 def test_markdown_gains_no_markup(judged):
