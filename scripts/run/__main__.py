@@ -20,10 +20,9 @@ from typing import Any
 from configs.runtime.command import minutes, run_command
 from configs.runtime.errors import InputError
 from configs.runtime.files import folder_lock
-from configs.runtime.loading import load_config
 from configs.schema.base import dotted
 from configs.schema.commands.release import ENGINES
-from configs.schema.commands.running import DRAFT_FILE, STAGES, RefreshConfig, RunConfig
+from configs.schema.commands.running import DRAFT_FILE, STAGES, RefreshConfig, RunConfig, read_draft_file
 
 
 def main(asked: RunConfig, arguments: argparse.Namespace) -> int:
@@ -31,7 +30,7 @@ def main(asked: RunConfig, arguments: argparse.Namespace) -> int:
     run = _requested(asked, arguments)
     # torch and transformers take seconds to import: a mistyped argument is reported before that.
     from scripts.run.drift import measure_drift
-    from scripts.run.flow import go_on, remove, run_stage, submit
+    from scripts.run.flow import go_on, run_stage, submit
     from scripts.run.steps import stop
 
     if arguments.on != "here":
@@ -40,8 +39,6 @@ def main(asked: RunConfig, arguments: argparse.Namespace) -> int:
     with folder_lock(Path(run.output), beside=True):
         if arguments.drift:
             return measure_drift(run)
-        if arguments.fresh:
-            remove(run)
         if arguments.stage is not None:
             return run_stage(run, arguments.stage)
         return go_on(run, ask=not arguments.yes and sys.stdin.isatty())
@@ -51,15 +48,13 @@ def _requested(asked: RunConfig, arguments: argparse.Namespace) -> RunConfig:
     """Return the run that the arguments ask for: one that was begun, or a new one."""
     model = arguments.model
     given = [name for name in ("from", "prompts", "budget", "for", "output") if getattr(arguments, name)]
-    for name in ("stage", "fresh", "drift"):
+    for name in ("stage", "drift"):
         if arguments.on != "here" and getattr(arguments, name):
             raise InputError(f"--{name}: a job runs the whole of a run, got --on {arguments.on}; give one of the two")
     if model is not None and model.endswith((".yaml", ".yml")):
-        if arguments.fresh:
-            raise InputError(f"--fresh: {model} would be removed with its run; name the model, as when the run was begun")
         if given:
             raise InputError(f"--{given[0]}: {model} says it already; change it there")
-        return _in_its_folder(load_config(RunConfig, model, arguments.overrides), Path(model))
+        return read_draft_file(Path(model), arguments.overrides)
     if arguments.stage is not None:
         raise InputError(f"--stage: name the {DRAFT_FILE} of a run, got {model}")
     run = asked.model_copy(update=_from_arguments(asked, arguments))
@@ -68,20 +63,7 @@ def _requested(asked: RunConfig, arguments: argparse.Namespace) -> RunConfig:
     if run.refresh is not None and run.prompts.source != "file":
         raise InputError("--from: name the log of what the draft was asked, a file or a folder, with --prompts")
     kept = Path(run.output) / DRAFT_FILE
-    return run if arguments.fresh or arguments.drift or not kept.is_file() else _same_request(run, kept)
-
-
-def _in_its_folder(run: RunConfig, path: Path) -> RunConfig:
-    """Return the run of a draft.yaml; an InputError where its output, relative to the caller's folder, is another folder."""
-    folder, output = path.resolve().parent, Path(run.output)
-    if output.resolve() == folder:
-        return run
-    depth = len(output.parts)
-    here = not output.is_absolute() and folder.parts[-depth:] == output.parts
-    instead = f"call from {Path(*folder.parts[:-depth])}, or " if here else ""
-    raise InputError(
-        f"{path}: output is {output}, from here {output.resolve()}, not this file's folder; {instead}set it to {folder}"
-    )
+    return run if arguments.drift or not kept.is_file() else _same_request(run, kept)
 
 
 def _from_arguments(asked: RunConfig, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -106,7 +88,7 @@ def _from_arguments(asked: RunConfig, arguments: argparse.Namespace) -> dict[str
 
 def _same_request(asked: RunConfig, path: Path) -> RunConfig:
     """Return a run that was begun before; an InputError where it was asked for otherwise."""
-    kept = load_config(RunConfig, path)
+    kept = read_draft_file(path)
     always = {  # left out, they ask for their defaults, and other settings for what the run has
         "target.name": asked.target.name,
         "budget_minutes": asked.budget_minutes,
@@ -121,10 +103,10 @@ def _same_request(asked: RunConfig, path: Path) -> RunConfig:
         is_fewer = name == "prompts.num_prompts" and kept.prompts.num_prompts < asked.prompts.num_prompts  # than the most
         if one != other and name != "output" and not is_fewer:
             raise InputError(
-                f"{path} is of a run with the {name} {one}, and {other} is asked for: name another --output, or give --fresh "
-                "to begin anew"
+                f"{path} is of a run with the {name} {one}, and {other} is asked for: name another --output, or remove "
+                "its folder"
             )
-    return kept.model_copy(update={"output": asked.output})  # as it is called from here
+    return kept
 
 
 def _by_keys(run: RunConfig, *, exclude_unset: bool = False) -> dict[str, Any]:
@@ -143,7 +125,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--on", choices=("here", "slurm", "k8s"), default="here", help="where it runs")
     add("--output", metavar="DIR", help="the run's folder (default: runs/NAME)")
     add("--stage", choices=STAGES[1:], help="run this stage of a draft.yaml alone")
-    add("--fresh", action="store_true", help="remove the run's folder first")
     add("--yes", action="store_true", help="do not ask before the first stage")
 
 

@@ -62,11 +62,11 @@ def write_draft_file(config: RunConfig, choices: Sequence[Choice] = ()) -> Path:
         section, _, rest = key.partition(".")
         if rest and section not in SECTIONS:  # which are on one line
             reasons[section] = "; ".join(filter(None, (reasons.get(section), f"{rest}: {reason}")))
-    values = config.model_dump(mode="json", exclude_defaults=True)
+    values = config.model_dump(mode="json", exclude_defaults=True, exclude={"output"})  # which is the folder of the file
     if config.cache is None and "cache" in config.model_fields_set:  # asked for: without this line one would be chosen
         values["cache"] = None
     lines = [
-        f"# draftsmith run {path}    goes on",
+        f"# draftsmith run {path}    resumes; the run's folder is that of this file",
         f"# draftsmith STAGE {path}  runs one stage: {', '.join(STAGES[1:])}",
     ]
     for key, value in values.items():

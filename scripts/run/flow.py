@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import re
 import shlex
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 from configs.runtime.command import DONE, FAILED, INTERRUPTED
 from configs.runtime.errors import InputError
 from configs.runtime.files import find_shipped, new_folder, write_text
-from configs.runtime.loading import load_config
 from configs.runtime.resumable import files_fingerprint
 from configs.runtime.run_record import write_run_record
 from configs.runtime.terminal import say
-from configs.schema.commands.running import DRAFT_FILE, RunConfig, Stage, Where
+from configs.schema.commands.running import DRAFT_FILE, RunConfig, Stage, Where, read_draft_file
 from eval.report.tables import table
 from heads.frozen.identity import save_dequantised
 from scripts.run.draft_file import apply, asked_first, write_draft_file
@@ -55,32 +51,9 @@ def run_stage(run: RunConfig, stage: Stage) -> int:
 
 def inputs_of(run: RunConfig) -> str:
     """Return a fingerprint of the files that a run reads; of a log, which grows, it keeps what it has read."""
-    return files_fingerprint(_files_of(run, with_prompts=run.refresh is None))
-
-
-def _files_of(run: RunConfig, *, with_prompts: bool = True) -> list[Path]:
-    """Return the target, the served draft and its data, and the prompts of a run, where they are files or folders."""
-    named: list[str | None] = [run.target.name]
-    if run.refresh is not None:
-        named += [run.refresh.served, run.refresh.replay]
-    if with_prompts and run.prompts.source == "file":
-        named.append(run.prompts.path)
-    return [Path(each) for each in named if each is not None and Path(each).exists()]
-
-
-def remove(run: RunConfig) -> None:
-    """Remove the folder of a run that is to begin anew; an InputError where it holds something else."""
-    folder = Path(run.output)
-    if not folder.exists():
-        return
-    if not (folder / DRAFT_FILE).is_file() and (folder.is_file() or any(folder.iterdir())):
-        raise InputError(
-            f"--fresh: {folder} holds no run, for want of a {DRAFT_FILE}; remove it yourself, or name another --output"
-        )
-    for path in _files_of(run):
-        if path.resolve().is_relative_to(folder.resolve()):
-            raise InputError(f"--fresh: {path} would be removed with {folder}; move it, or name another --output")
-    shutil.rmtree(folder)
+    prompts = run.prompts.path if run.prompts.source == "file" else None
+    named = [run.target.name, *((prompts,) if run.refresh is None else (run.refresh.served, run.refresh.replay))]
+    return files_fingerprint(Path(each) for each in named if each is not None and Path(each).exists())
 
 
 def choose_stages(run: RunConfig) -> RunConfig:
@@ -121,20 +94,11 @@ def unpack(run: RunConfig) -> None:
 
 
 def submit(run: RunConfig, where: Where) -> int:
-    """Hand the run to a cluster as a job of one node, on which the same command runs it; without one, say what to type.
-
-    Its draft.yaml is written with an output that any folder finds.
-    """
+    """Hand the run to a cluster as a job of one node, on which the same command runs it; without one, say what to type."""
     output = Path(run.output).absolute()
-    path, there = output / DRAFT_FILE, run.model_copy(update={"output": str(output)})
-    is_written = path.is_file() and _without_output(load_config(RunConfig, path)) == _without_output(run)
-    line = f"output: {json.dumps(str(output), ensure_ascii=False)}"
-    kept = path.read_text(encoding="utf-8") if is_written else ""
-    text, found = re.subn("^output: .*$", lambda _: line, kept, flags=re.MULTILINE)
-    if found:
-        write_text(path, text)  # with the reasons of what was chosen
-    else:
-        write_draft_file(there)
+    path, run = output / DRAFT_FILE, run.model_copy(update={"output": str(output)})
+    if not path.is_file() or read_draft_file(path) != run:  # else it has the reasons of what was chosen
+        write_draft_file(run)
     template = find_shipped(f"scripts/cluster/run.{'sbatch' if where == 'slurm' else 'yaml'}")
     if where == "slurm":
         command = ["sbatch", str(template), str(path)]
@@ -146,7 +110,3 @@ def submit(run: RunConfig, where: Where) -> int:
         say(f"{command[0]} not found; submit with:\n\n    {shlex.join(command)}")
         return DONE
     return DONE if subprocess.run(command, check=False).returncode == 0 else FAILED
-
-
-def _without_output(run: RunConfig) -> dict[str, Any]:
-    return run.model_dump(exclude={"output"})

@@ -186,21 +186,18 @@ def _fitting(run: RunConfig, choices: Sequence[Choice] = ()) -> tuple[Plan, list
     ZeRO, which needs DeepSpeed and sends what it splits, is taken where no smaller batch fits without it.
     """
     config = plan_config(apply(run, asked_first(run, choices)))
-    schedule, parts, size = config.schedule, 1, dict[str, int]()
-    tried = [(_startable(config), size)]
-    is_open = not {"schedule.batch_size", "schedule.gradient_accumulation_steps"} & set(run.train or {})
-    while is_open and _effort(tried[-1][0]) > 0 and schedule.batch_size % (2 * parts) == 0:
-        parts *= 2
-        size = {
-            "batch_size": schedule.batch_size // parts,
-            "gradient_accumulation_steps": parts * schedule.gradient_accumulation_steps,
-        }
-        tried.append((_startable(config.model_copy(update={"schedule": schedule.model_copy(update=size)})), size))
-    plan, size = min(tried, key=lambda each: _effort(each[0]))
-    if plan.fitting is None:
-        return tried[-1][0], []
-    reason = f"the recipe's {schedule.batch_size} conversations do not fit into memory at once"
-    return plan, [Choice(f"train.schedule.{key}", value, reason) for key, value in size.items()]
+    schedule, plan = config.schedule, _startable(config)
+    is_asked = {"schedule.batch_size", "schedule.gradient_accumulation_steps"} & set(run.train or {})
+    tried = [(plan, list[Choice]())]
+    size, steps = schedule.batch_size, schedule.gradient_accumulation_steps
+    while _effort(plan) > 0 and size % 2 == 0 and not is_asked:
+        size, steps = size // 2, 2 * steps
+        smaller = {"batch_size": size, "gradient_accumulation_steps": steps}
+        plan = _startable(config.model_copy(update={"schedule": schedule.model_copy(update=smaller)}))
+        reason = f"the recipe's {schedule.batch_size} conversations do not fit into memory at once"
+        tried.append((plan, [Choice(f"train.schedule.{key}", value, reason) for key, value in smaller.items()]))
+    found, chosen = min(tried, key=lambda each: _effort(each[0]))
+    return (plan, []) if found.fitting is None else (found, chosen)
 
 
 def plan_config(run: RunConfig) -> PlanConfig:

@@ -16,7 +16,7 @@ from configs.runtime.command import DONE
 from configs.runtime.files import read_jsonl, write_json
 from configs.runtime.loading import as_overrides, load_config
 from configs.runtime.resumable import fingerprint
-from configs.schema.commands.release import Engine
+from configs.schema.commands.release import CheckConfig, Engine
 from configs.schema.commands.running import RunConfig, Stage
 from configs.schema.data import CacheConfig, DataConfig
 from configs.schema.evaluation import EvalConfig, GateConfig, SuiteConfig
@@ -74,6 +74,8 @@ def stage_config(run: RunConfig, stage: Stage) -> BaseModel | None:
         return config if stage == "eval" else _of_served(run, config)
     if stage == "gate":
         return load_config(GateConfig, run.gate)
+    if stage == "check":
+        return CheckConfig(chat_template=run.target.chat_template, chat_template_kwargs=run.target.chat_template_kwargs)
     return None
 
 
@@ -108,11 +110,14 @@ def stage_command(run: RunConfig, stage: Stage) -> list[str]:
     """Write the config of a stage, and return the arguments of Python that run it."""
     output, config = Path(run.output), stage_config(run, stage)
     if config is None:
-        return _export(run, output / "train" / "artifact", str(run.engine)) if stage == "export" else _check(run)
+        return _export(run, output / "train" / "artifact", str(run.engine))
     if isinstance(config, EvalConfig):
         config = config.model_copy(update={"suite": _no_more_than_there_are(config.suite)})
     path = output / "configs" / f"{stage}.json"
     write_json(path, config.model_dump(mode="json"))
+    if isinstance(config, CheckConfig):
+        files = ["--prompts", str(output / "data" / "held_out.jsonl"), "--out", str(output / "check"), "--config", str(path)]
+        return ["-m", "scripts.check", str(output / "export" / str(run.engine)), "--engine", str(run.engine), *files]
     command = [ENTRIES[type(config)], "--config", str(path)]
     if stage == "gate":
         baseline = [] if run.refresh is None else ["--baseline", str(output / "baseline" / "report.json")]
@@ -129,18 +134,6 @@ def _no_more_than_there_are(suite: SuiteConfig) -> SuiteConfig:
         return suite
     there = len({row["prompt_id"] for _, row in read_jsonl(Path(suite.path), "data")})
     return suite.model_copy(update={"num_prompts": min(suite.num_prompts or there, there)})
-
-
-def _check(run: RunConfig) -> list[str]:
-    output, engine = Path(run.output), str(run.engine)
-    template = [
-        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
-        for key in ("chat_template", "chat_template_kwargs")
-        if (value := getattr(run.target, key)) is not None
-    ]
-    given = ["--set", *template] if template else []
-    prompts = ["--prompts", str(output / "data" / "held_out.jsonl"), "--out", str(output / "check")]
-    return ["-m", "scripts.check", str(output / "export" / engine), "--engine", engine, *prompts, *given]
 
 
 def _export(run: RunConfig, what: Path, name: str) -> list[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator
 
+from configs.runtime.loading import load_config
 from configs.schema.base import PositiveFloat, PositiveInt, Settings, dotted
 from configs.schema.commands.release import Engine
 from configs.schema.data import PromptsConfig
@@ -95,3 +97,8 @@ class RunConfig(Settings):
         if self.refresh is None:
             left_out |= {"mix", "baseline"}
         return tuple(each for each in STAGES if each not in left_out)
+
+
+def read_draft_file(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the run of a draft.yaml, whose output is the folder of the file."""
+    return load_config(RunConfig, path, overrides).model_copy(update={"output": str(path.absolute().parent)})

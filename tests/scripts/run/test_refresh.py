@@ -148,16 +148,13 @@ def test_a_log_that_cannot_be_used_is_one_sentence(refresh, capsys, text, said):
     assert said in line
 
 
-def test_a_served_draft_of_another_target_or_in_the_output_and_a_log_that_is_none_are_refused(
+def test_a_served_draft_of_another_target_and_a_log_that_is_none_are_refused(
     refresh, draftsmith, tiny_llama, tiny_tokenizer, capsys
 ):
     tiny_llama(seed=7).save_pretrained("other")
     tiny_tokenizer.save_pretrained("other")
     assert refresh(target="other") == BAD_INPUT
     assert "--from" in capsys.readouterr().err
-    (Path("served") / "draft.yaml").touch()
-    assert refresh("--fresh", output="served") == BAD_INPUT
-    assert "--fresh" in capsys.readouterr().err
     assert draftsmith("run", "other", "--from", "served") == BAD_INPUT
     assert "--from" in capsys.readouterr().err
     assert draftsmith("run", "other", "--drift") == BAD_INPUT

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 
 import pytest
@@ -54,11 +53,10 @@ def test_a_run_leads_to_a_verdict_and_an_export_and_its_file_goes_on(model, prom
     assert all(f"train.{key}: " in said for key in chosen.train)
     assert json.loads((output / "steps.json").read_text())["planned_minutes"] == chosen.minutes
 
-    before, output_here = file.read_text().splitlines(), 'output: "runs/mine"'
+    before = file.read_text()
     monkeypatch.setattr(flow.shutil, "which", lambda name: None)
     assert draftsmith("run", file, "--on", "slurm") == DONE  # says what to type where Slurm is
-    there = [line.replace(output_here, f'output: "{output}"') for line in before]
-    assert file.read_text().splitlines()[2:] == there[2:] != before[2:]  # the reasons, too
+    assert file.read_text() == before  # the reasons, too
     monkeypatch.chdir(model)  # as a job, whose folder is another
     assert draftsmith("run", file, "--yes") == DONE
     assert draftsmith.called == []
@@ -86,39 +84,11 @@ def test_a_run_that_was_begun_is_not_taken_for_another(model, prompts, draftsmit
     file = tmp_path / "runs" / "mine" / "draft.yaml"
     assert draftsmith("eval", file) == BAD_INPUT
     assert "draft.yaml" in capsys.readouterr().err
-    assert draftsmith("run", file, "--fresh") == BAD_INPUT
-    assert "--fresh" in capsys.readouterr().err
     monkeypatch.chdir(file.parent)
-    for arguments in (["run", "draft.yaml"], ["eval", file]):
-        assert draftsmith(*arguments) == BAD_INPUT
-        assert "output" in capsys.readouterr().err
-    draftsmith.stopped.append("scripts/data.py")
-    assert draftsmith("run", model, *same, "--output", file.parent) == TERMINATED
+    for again in ([model, *same, "--output", file.parent], ["draft.yaml"]):
+        draftsmith.stopped.append("scripts/data.py")
+        assert draftsmith("run", *again) == TERMINATED
     assert not (file.parent / "runs").exists()
-    monkeypatch.chdir(tmp_path)
-    (file.parent / "data").mkdir()
-    draftsmith.stopped.append("scripts/data.py")
-    assert draftsmith("run", model, "--prompts", prompts, "--budget", "5m", "--fresh") == TERMINATED
-    assert load_config(RunConfig, file).budget_minutes == 5
-    assert not (file.parent / "data").exists()
-
-
-@pytest.mark.parametrize(
-    ("read", "sentence"),
-    [(None, "holds no run"), ("mine", "mine would be removed with"), ("prompts.csv", "prompts.csv would be removed with")],
-)
-def test_fresh_removes_only_a_runs_folder_that_the_run_does_not_read(
-    model, prompts, draftsmith, capsys, tmp_path, read, sentence
-):
-    output = tmp_path / "output"
-    shutil.copytree(model, output / model.name)
-    shutil.copy(prompts, output)
-    if read is not None:
-        (output / "draft.yaml").touch()
-    model, prompts = (output / path.name if path.name == read else path for path in (model, prompts))
-    assert draftsmith("run", model, "--prompts", prompts, "--output", output, "--fresh") == BAD_INPUT
-    assert sentence in capsys.readouterr().err
-    assert {path.name for path in output.iterdir()} >= {"mine", "prompts.csv"}
 
 
 @pytest.mark.parametrize(
@@ -129,7 +99,6 @@ def test_fresh_removes_only_a_runs_folder_that_the_run_does_not_read(
         (["--for", "abacus"], "invalid choice: 'abacus'"),
         (["--stage", "train"], "--stage"),
         (["--on", "slurm", "--stage", "train"], "--stage"),
-        (["--on", "k8s", "--fresh"], "--fresh"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_runs(model, draftsmith, arguments, sentence, capsys):

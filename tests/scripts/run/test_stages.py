@@ -73,7 +73,6 @@ def told(run, stage):
 def test_every_stage_config_is_what_the_run_says_and_no_more():
     run = RunConfig.model_validate(ASKED)
     assert {stage: told(run, stage) for stage in TOLD} == TOLD
-    assert [stages.stage_config(run, stage) for stage in ("export", "check")] == [None, None]
 
 
 def test_a_refresh_trains_the_served_draft_on_with_the_mixed_data_and_measures_both(tmp_path):
@@ -122,10 +121,10 @@ def test_an_export_finds_a_target_on_the_hub_by_the_artifact_with_its_revision(t
 
 
 def test_the_engine_gets_the_chat_template_that_the_draft_was_trained_with(tmp_path):
-    run = RunConfig(target=TargetConfig(name="base", chat_template="plain"), output=str(tmp_path))
-    assert stages.stage_command(run, "check")[-2:] == ["--set", "chat_template=plain"]
-    run = RunConfig(target=TargetConfig(name="base", chat_template_kwargs={"enable_thinking": False}), output=str(tmp_path))
-    assert stages.stage_command(run, "check")[-1] == 'chat_template_kwargs={"enable_thinking": false}'
+    template = {"chat_template": "plain", "chat_template_kwargs": {"enable_thinking": False}}
+    run = RunConfig(target=TargetConfig(name="base", **template), output=str(tmp_path))
+    assert stages.stage_command(run, "check")[-1] == str(tmp_path / "configs" / "check.json")
+    assert json.loads((tmp_path / "configs" / "check.json").read_text()).items() >= template.items()
 
 
 def test_an_evaluation_asks_for_no_more_prompts_than_the_data_hold_out(tmp_path):
