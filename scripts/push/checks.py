@@ -12,7 +12,6 @@ from typing import Any
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_json, sha256_of
-from configs.schema.commands.release import PushConfig
 from eval.release import Finding, GateVerdict, read_artifact
 from eval.report.schema import Report, load_report
 from eval.report.text import short
@@ -31,7 +30,7 @@ class Release:
     gate: Mapping[str, Any]
 
 
-def read_release(folder: Path, report_path: Path, config: PushConfig) -> Release:
+def read_release(folder: Path, report_path: Path) -> Release:
     """Read an artifact, the report of its evaluation, and what the gate says of that; a gate that failed raises nothing."""
     metadata = read_metadata(folder)
     _refuse_links_out(folder)
@@ -40,12 +39,6 @@ def read_release(folder: Path, report_path: Path, config: PushConfig) -> Release
         raise InputError(
             f"{report_path} is not of {folder}: it measured a {report.draft.kind} with hash {short(report.draft.sha256)}, the "
             f"artifact's is {short(sha256)}; evaluate this artifact (draftsmith eval) and push with that report"
-        )
-    verdict = report.lossless.verdict
-    if verdict in ("not_lossless", "lossy_by_design") and not config.allow_lossy:
-        raise InputError(
-            f"{report_path} is of decoding that changes the target's answers (lossless.verdict {verdict}): evaluate with a "
-            "lossless rule, or publish it as what it is with --set allow_lossy=true"
         )
     judged, rules = _stored_verdict(report_path)
     return Release(folder=folder, metadata=metadata, sha256=sha256, report=report, verdict=judged, gate=rules)

@@ -17,7 +17,7 @@ from huggingface_hub.constants import REPOCARD_NAME
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_json, read_text, sha256_of, write_json, write_text
-from configs.runtime.redaction import holds_token, mask_secrets, redact, scrub, scrub_value
+from configs.runtime.redaction import holds_token, redact, scrub, scrub_value
 from configs.schema.commands.release import HUB_ID, PushConfig
 from eval.release import as_values
 from eval.report.page import render_html
@@ -71,9 +71,7 @@ def put_artifact(folder: Path, release: Release, config: PushConfig) -> tuple[Cl
         write_json(folder / METADATA_FILE, metadata)
     sha256 = hash_artifact(folder, release.metadata)
     report = release.report.to_dict()
-    samples = report.pop("samples")
-    report = scrub_value(report)
-    report["samples"] = mask_secrets(samples) if config.samples else {"worst": [], "best": []}
+    report = scrub_value({**report, "samples": {"worst": [], "best": []}})  # prompts and answers stay at home
     report["target"]["name"] = name
     report["draft"]["sha256"] = sha256
     if sha256 != release.sha256:

@@ -45,7 +45,7 @@ def publish(config: PushConfig, args: argparse.Namespace) -> int:
         validate_repo_id(args.repo_id)
     except HFValidationError as error:
         raise InputError(f"--repo-id {args.repo_id}: {first_line(error)}") from error
-    release = read_release(Path(args.artifact), Path(args.report), config)
+    release = read_release(Path(args.artifact), Path(args.report))
     outcome = release.verdict.outcome
     if outcome != "pass" and not config.allow_failed_gate:
         say(as_table(release.verdict))
@@ -141,11 +141,10 @@ def _check_writable(api: HfApi, repo_id: str, info: ModelInfo, there: set[str], 
     """Refuse a public repository while `private` is set, and one whose newest commit is no push."""
     if config.private and not info.private:
         raise InputError(f"{repo_id} exists and is public, while private is true: make it private, or --set private=false")
-    if there <= OF_THE_HUB or config.replace_commit == info.sha or api.list_repo_commits(repo_id)[0].title == TITLE:
+    if there <= OF_THE_HUB or api.list_repo_commits(repo_id)[0].title == TITLE:
         return
     raise InputError(
-        f"{repo_id} exists with {len(there)} files, and its newest commit is no push of this command: look at it, and replace "
-        f"it with --set replace_commit={info.sha}, or choose another --repo-id"
+        f"{repo_id} exists with {len(there)} files, and its newest commit is no push of this command: choose another --repo-id"
     )
 
 

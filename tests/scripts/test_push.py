@@ -79,17 +79,16 @@ def test_no_token_or_one_that_may_not_write_is_refused(push, hub, monkeypatch, t
 # --- a repository that is there already ---------------------------------------------------------------------------
 
 
-def test_other_content_is_refused_and_replaced_only_by_the_name_of_its_commit(push, hub):
-    repository = hub.make(NAME, {"README.md": b"# my essay\n", "essay.txt": b"words"})
-    code, _, err = push()
+def test_other_content_is_refused_also_where_it_came_after_a_push(push, hub):
+    hub.make("ann/essay", {"essay.txt": b"words"})
+    code, _, err = push(repo_id="ann/essay")
     assert code == BAD_INPUT
-    assert f"--set replace_commit={repository.head}" in err
-    assert push("--set", f"replace_commit={'0' * 40}")[0] == BAD_INPUT
-    assert len(repository.commits) == 2
-    assert push("--set", f"replace_commit={repository.head}")[0] == DONE
-    assert repository.files["essay.txt"] == b"words"  # what no push of ours put there is let be
+    assert "--repo-id" in err
+    assert push()[0] == DONE
+    repository = hub.repositories[NAME]
     repository.commit({**repository.files, "README.md": b"# edited on the Hub\n"})
     assert push("--set", "license=mit")[0] == BAD_INPUT
+    assert len(repository.commits) == 3
 
 
 def test_a_head_that_moves_while_the_files_are_sent_is_not_overwritten(push, hub, monkeypatch):

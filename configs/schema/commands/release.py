@@ -21,7 +21,6 @@ PublishedEngine = Literal["vllm", "transformers", "speculators", "sglang"]
 Engine = Literal[PublishedEngine, "gguf", "openvino"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-COMMIT = re.compile(r"[0-9a-f]{40}")
 PROMPTS = (
     "Explain in a few sentences why the sky is blue.",
     "Write a Python function that returns the n-th Fibonacci number, with a docstring.",
@@ -82,15 +81,9 @@ class PushConfig(Settings):
     # What the card says of the target. None: as the artifact and the target's own card have it, and nothing where they have not
     base_model: str | None = None  # Hub id
     license: str | None = None  # an identifier of the Hub's, such as apache-2.0
-    samples: bool = False  # prompts and answers out of the report are published too
-    # What is refused unless named here
     allow_failed_gate: bool = False  # the card then says that the gate failed, and why
-    allow_lossy: bool = False  # the report is of decoding that changes answers; the card says so
-    replace_commit: str | None = None  # full hash of the commit that this push may replace, whatever it holds
 
     def objections(self) -> Iterator[str]:
         yield from unless_once("exports", self.exports, "engine")
         if self.base_model is not None and not HUB_ID.fullmatch(self.base_model):
             yield f"base_model: expected a Hub id (owner/name), got {self.base_model!r}"
-        if self.replace_commit is not None and not COMMIT.fullmatch(self.replace_commit):
-            yield f"replace_commit: expected the 40 characters of a commit's hash, got {self.replace_commit!r}"
