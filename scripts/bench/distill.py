@@ -16,12 +16,14 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import islice
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate.utils import set_seed
@@ -41,16 +43,7 @@ from eval.stats import Interval, paired_ratio_interval
 from heads.frozen.loading import load_target
 from heads.metadata import read_metadata
 from heads.modules.interface import NO_DOCUMENT, Batch
-from scripts.bench.harness import (
-    SEED,
-    SideTurns,
-    in_fresh_process,
-    measure_growth,
-    run_module,
-    speed_ratio,
-    take_turns,
-    write_results,
-)
+from scripts.bench.harness import SEED, SideTurns, run_module, speed_ratio, take_turns, write_results
 from train.launch import make_accelerator
 from train.loop.engines import make_optimizer
 from train.tasks.draft import DraftTask
@@ -59,7 +52,7 @@ log = logging.getLogger("draftsmith")
 
 OURS, UNCHUNKED = "chunked", "unchunked"
 ONLINE, CACHED = "online", "cached"
-GKD, SAME_WORK, DEFAULT = "trl_gkd", "ours, the same work", "ours, our default"
+GKD, SAME_WORK = "trl_gkd", "ours, the same work"
 TRL_IS_INSTALLED = importlib.util.find_spec("trl") is not None
 IGNORED = -100  # TRL's label of a position that is not trained
 
@@ -95,9 +88,8 @@ def compare_distillation(config: DistillBenchConfig) -> int:
         sides = Sides(config, recipe, Path(scratch))
         cached, beside_trl = sides.compare_cached(), sides.compare_with_trl() if TRL_IS_INSTALLED else {}
     ratios = {"cached_speed_vs_online": speed_ratio(cached[CACHED], cached[ONLINE], lambda _: 1.0, samples=samples)}
-    for name, prefix in ((SAME_WORK, ""), (DEFAULT, "default_")) if beside_trl else ():
-        ratio = speed_ratio(beside_trl[name], beside_trl[GKD], float, samples=samples)
-        ratios[f"{prefix}tokens_per_second_vs_trl_gkd"] = ratio
+    if beside_trl:
+        ratios["tokens_per_second_vs_trl_gkd"] = speed_ratio(beside_trl[SAME_WORK], beside_trl[GKD], float, samples=samples)
     rows += [*step_rows(cached, recipe.schedule.batch_size), *step_rows(beside_trl, config.trl_batch_size)]
     write_results(
         config.output,
@@ -138,16 +130,12 @@ class Sides:
         return self.in_turns(steps, rows, self.recipe.schedule.batch_size)
 
     def compare_with_trl(self) -> dict[str, SideTurns[int]]:
-        """Train by TRL's GKDTrainer and by ours: every token a label as it does, and as the recipe says."""
+        """Train by TRL's GKDTrainer and by ours, with every token a label as it does."""
         student = self.recipe.student.model_copy(update={"draft_vocab_size": None})
         loss = LossConfig(divergence="forward_kl", chunk_size=self.recipe.loss.chunk_size)
         plain = self.recipe.model_copy(update={"student": student, "loss": loss})
         same_work = self.steps_of(plain)
-        steps = {
-            GKD: self.trl_steps(plain),
-            SAME_WORK: lambda batch: same_work(every_token_a_label(batch)),
-            DEFAULT: self.steps_of(self.recipe),
-        }
+        steps = {GKD: self.trl_steps(plain), SAME_WORK: lambda batch: same_work(every_token_a_label(batch))}
         rows = self.rows[: self.config.num_batches * self.config.trl_batch_size]
         return self.in_turns(steps, rows, self.config.trl_batch_size)
 
@@ -242,7 +230,7 @@ def step_rows(turns: dict[str, SideTurns[int]], batch_size: int) -> list[dict[st
 
 def measure_losses(config: LossBenchConfig, samples: int) -> tuple[list[dict[str, Any]], dict[str, Interval], bool]:
     """Return rows, the ratios of our memory and time over the plain loss's, and whether both have the same value."""
-    sides = {name: partial(_measure_pass, config, name) for name in (OURS, UNCHUNKED)}
+    sides = {name: partial(measure_pass, config, name) for name in (OURS, UNCHUNKED)}
     turns = take_turns(sides, range(config.repeats), 1, description="losses")
     passes = {name: [turn.result for (turn,) in own] for name, own in turns.items()}
     rows: list[dict[str, Any]] = []
@@ -256,45 +244,55 @@ def measure_losses(config: LossBenchConfig, samples: int) -> tuple[list[dict[str
     return rows, ratios, math.isclose(passes[OURS][0][2], passes[UNCHUNKED][0][2], rel_tol=1e-3)
 
 
-def _measure_pass(config: LossBenchConfig, name: str, number: int, repeat: int) -> tuple[float, float, float]:
-    return in_fresh_process(forward_backward, config, name)
+def measure_pass(config: LossBenchConfig, name: str, number: int, repeat: int) -> tuple[float, float, float]:
+    """Run `forward_backward` in a new process, which inherits neither memory nor a peak from this one."""
+    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(forward_backward, config, name).result()
 
 
 def forward_backward(config: LossBenchConfig, name: str) -> tuple[float, float, float]:
     """Return what one pass takes: growth of the resident set over the loaded inputs in MiB, seconds, and the loss."""
-    side: Callable[[Inputs], Tensor] = partial(chunked_jsd, chunk_size=config.chunk_size) if name == OURS else unchunked_jsd
-    side(make_inputs(2, config.width, 16)).backward()  # what libraries take at their first use is not the loss's
+    loss_of: Callable[..., Tensor] = partial(chunked_jsd, chunk_size=config.chunk_size) if name == OURS else unchunked_jsd
+    loss_of(*make_inputs(2, config.width, 16)).backward()  # what libraries take at their first use is not the loss's
     inputs = make_inputs(config.positions, config.width, config.vocab_size)
-
-    def timed() -> tuple[float, float]:
-        started = time.perf_counter()
-        loss = side(inputs)
-        loss.backward()
-        return loss.item(), time.perf_counter() - started
-
-    (value, seconds), growth = measure_growth(timed)
-    return growth / 2**20, seconds, value
+    before = read_kibibytes("VmRSS")
+    # Resets the peak. getrusage's ru_maxrss cannot be reset, and begins with the peak of the parent process.
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    started = time.perf_counter()
+    loss = loss_of(*inputs)
+    loss.backward()
+    return (read_kibibytes("VmHWM") - before) / 1024, time.perf_counter() - started, loss.item()
 
 
-class Inputs(NamedTuple):
-    """Hidden states and heads, bfloat16; only the draft's hidden states want a gradient."""
-
-    draft_hidden_ND: Tensor
-    target_hidden_ND: Tensor
-    draft_head_VD: Tensor
-    target_head_VD: Tensor
+def read_kibibytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
-def chunked_jsd(inputs: Inputs, chunk_size: int) -> Tensor:
+def make_inputs(num_positions: int, width: int, vocab_size: int) -> tuple[Tensor, ...]:
+    """Return hidden states [N, D] of draft and target and their heads [V, D], random, bfloat16.
+
+    Logits have a standard deviation of 3, about as a language model's; only the draft's states want a gradient.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(rows: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(rows, width, generator=generator, dtype=torch.bfloat16).mul_(scale)
+
+    heads = (draw(vocab_size, 3 / math.sqrt(width)) for _ in range(2))
+    return draw(num_positions).requires_grad_(), draw(num_positions), *heads
+
+
+def chunked_jsd(draft_ND: Tensor, target_ND: Tensor, draft_head_VD: Tensor, target_head_VD: Tensor, chunk_size: int) -> Tensor:
     """Return the loss by `distill.loss.fused`, whose JSD is scaled so that its ends are the two KLs: here by 4.
 
     It is not compiled: that would count as memory and time of the one pass that a process makes.
     """
-    num_positions = len(inputs.draft_hidden_ND)
-    target = TargetRows(hidden_PE=inputs.target_hidden_ND, logits_of=partial(F.linear, weight=inputs.target_head_VD))
+    num_positions = len(draft_ND)
+    target = TargetRows(hidden_PE=target_ND, logits_of=partial(F.linear, weight=target_head_VD))
     rows = DraftRows(
-        hidden_ND=inputs.draft_hidden_ND,
-        head=LogitHead(logits_of=partial(F.linear, weight=inputs.draft_head_VD), parameters=(inputs.draft_head_VD,)),
+        hidden_ND=draft_ND,
+        head=LogitHead(logits_of=partial(F.linear, weight=draft_head_VD), parameters=(draft_head_VD,)),
         places_N=torch.arange(num_positions),
         weights_N=torch.full((num_positions,), 1 / num_positions),
     )
@@ -302,27 +300,16 @@ def chunked_jsd(inputs: Inputs, chunk_size: int) -> Tensor:
     return loss / 4
 
 
-def unchunked_jsd(inputs: Inputs) -> Tensor:
+def unchunked_jsd(draft_ND: Tensor, target_ND: Tensor, draft_head_VD: Tensor, target_head_VD: Tensor) -> Tensor:
     """Return the loss as it stands in a textbook, all positions at once, with autograd doing the rest."""
     with torch.no_grad():
-        log_p_NV = F.linear(inputs.target_hidden_ND, inputs.target_head_VD).float().log_softmax(-1)
-        p_NV = log_p_NV.exp()
-    log_q_NV = F.linear(inputs.draft_hidden_ND, inputs.draft_head_VD).float().log_softmax(-1)
+        log_p_NV = F.linear(target_ND, target_head_VD).float().log_softmax(-1)
+    log_q_NV = F.linear(draft_ND, draft_head_VD).float().log_softmax(-1)
     log_m_NV = torch.logaddexp(log_p_NV, log_q_NV) - math.log(2)
-    target_side_N = (p_NV * (log_p_NV - log_m_NV)).sum(-1)
-    draft_side_N = (log_q_NV.exp() * (log_q_NV - log_m_NV)).sum(-1)
-    return (target_side_N + draft_side_N).mean() / 2
-
-
-def make_inputs(num_positions: int, width: int, vocab_size: int) -> Inputs:
-    """Return random hidden states and heads, with logits of a standard deviation of 3, about as a language model's."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(rows: int, scale: float = 1.0) -> Tensor:
-        return torch.randn(rows, width, generator=generator, dtype=torch.bfloat16).mul_(scale)
-
-    of_heads = 3 / math.sqrt(width)
-    return Inputs(draw(num_positions).requires_grad_(), draw(num_positions), *(draw(vocab_size, of_heads) for _ in range(2)))
+    target_side, draft_side = (
+        F.kl_div(log_m_NV, each, reduction="batchmean", log_target=True) for each in (log_p_NV, log_q_NV)
+    )
+    return (target_side + draft_side) / 2
 
 
 if __name__ == "__main__":

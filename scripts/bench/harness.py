@@ -13,9 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -24,9 +22,10 @@ from pydantic import BaseModel
 from configs.runtime.errors import InputError
 from configs.runtime.files import CHECKOUT, write_json
 from configs.runtime.redaction import mask_arguments, mask_secrets
-from configs.runtime.run_record import describe_git, describe_hardware, describe_versions, output_of
+from configs.runtime.run_record import describe_git, describe_hardware, describe_versions
 from configs.runtime.terminal import progress
-from eval.decoder.records import Generation
+from distill.dataset.conversations import read_conversations
+from eval.decoder.decode import Request
 from eval.stats import Interval, paired_ratio_interval
 
 log = logging.getLogger("draftsmith")
@@ -48,10 +47,10 @@ def write_results(
     config: BaseModel | None = None,
     **extra: Any,
 ) -> None:
-    """Write a results file; into docs/results only from a commit's clean tree, else beside the runs."""
+    """Write a results file; `git` in it says whether the tree was a commit's."""
     value = {
         "name": name,
-        "command": shlex.join(["python", *_started_by(), *mask_arguments(sys.argv[1:])]),
+        "command": shlex.join(["python", *mask_arguments(sys.orig_argv[1:])]),
         "config": None if config is None else mask_secrets(config.model_dump(mode="json")),
         "hardware": describe_hardware(),
         "versions": describe_versions(),
@@ -60,26 +59,8 @@ def write_results(
         "ratios": flat(ratios),
         **extra,
     }
-    path = Path(path)
-    changed = changed_files() if RESULTS in path.resolve().parents else []
-    if changed:
-        path = Path("runs") / path.name
-        log.warning("docs/results is for results of a commit, and %s differ from it", ", ".join(changed[:5]))
-    write_json(path, value)
+    write_json(Path(path), value)
     log.info("results in %s", path)
-
-
-def _started_by() -> list[str]:
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return [sys.argv[0]] if spec is None else ["-m", spec.name.removesuffix(".__main__")]
-
-
-def changed_files(root: Path = CHECKOUT) -> list[str]:
-    """Return the files of a checkout, documents aside, that are not as they were committed."""
-    where = ["--", ".", ":(exclude)docs", ":(exclude)README.md"]
-    commands = (["diff", "--name-only", "HEAD"], ["ls-files", "--others", "--exclude-standard"])
-    listed = [output_of(["git", "-C", str(root), *command, *where]) for command in commands]
-    return ["no git checkout"] if None in listed else [path for each in listed for path in (each or "").splitlines()]
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,6 +72,13 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
         else:
             found[name] = value
     return found
+
+
+def last_prompts(path: str, number: int) -> list[Request]:
+    """Return the last prompts of a file of conversations, of each the first turn: the first ones chose checkpoints."""
+    rows = {row.prompt_id: row for row in reversed(read_conversations(Path(path)))}
+    chosen = [*reversed(rows.values())][-number:]
+    return [Request(prompt_id=row.prompt_id, category=row.category, tokens=row.prompt_ids) for row in chosen]
 
 
 # --- sides that take turns ------------------------------------------------------------------------------------------
@@ -138,16 +126,7 @@ def speed_ratio(ours: SideTurns[R], theirs: SideTurns[R], amount: Callable[[R], 
     return paired_ratio_interval(*columns, samples=samples, seed=SEED)
 
 
-def count_per_prompt(generations: Iterable[Generation]) -> dict[str, tuple[int, int]]:
-    """Return `{prompt id: (committed tokens, rounds)}`, summed over turns and repeats."""
-    counts: dict[str, tuple[int, int]] = {}
-    for each in generations:
-        committed, rounds = counts.get(each.prompt_id, (0, 0))
-        counts[each.prompt_id] = committed + each.num_committed, rounds + len(each.rounds)
-    return counts
-
-
-# --- processes and memory -------------------------------------------------------------------------------------------
+# --- processes -------------------------------------------------------------------------------------------
 
 
 def run_module(module: str, *arguments: str) -> None:
@@ -163,23 +142,3 @@ def run_config(module: str, output: Path, config: Mapping[str, Any]) -> None:
     path = output.with_name(f"{output.name}.yaml")
     write_json(path, {**config, "output": str(output)})  # JSON is YAML
     run_module(module, "--config", str(path))
-
-
-def in_fresh_process(work: Callable[..., R], *arguments: Any) -> R:
-    """Return what `work` does in a new process, which inherits neither memory nor a peak from this one."""
-    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(work, *arguments).result()
-
-
-def measure_growth(work: Callable[[], R]) -> tuple[R, int]:
-    """Run `work`; return its result, and the bytes by which this process's resident memory grew at its peak. Linux only."""
-    before = read_kibibytes("VmRSS")
-    # Resets the peak. getrusage's ru_maxrss cannot be reset, and begins with the peak of the parent process.
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    result = work()
-    return result, 1024 * (read_kibibytes("VmHWM") - before)
-
-
-def read_kibibytes(name: str) -> int:
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))

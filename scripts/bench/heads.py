@@ -1,18 +1,19 @@
 """Heads on one target and one set of data, each as `eval/run.py` measures it: `python -m scripts.bench.heads [--config FILE]`.
 
 Makes data and cache, trains each recipe and evaluates it, by the commands a person would give, where that was not done. With
-`points` also by the share of the data: the curve of tokens per target step over answer tokens, and the law through it
-(`scripts.bench.curve`). A night, the first time.
+`points` also by the share of the data: the curve of tokens per target step over answer tokens, and the law through it. A night,
+the first time.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from configs.runtime.command import DONE, GATE_FAILED, run_command
 from configs.runtime.errors import ConfigError, InputError
@@ -24,11 +25,12 @@ from configs.schema.evaluation import FreeDraft, SuiteConfig
 from configs.schema.training import HeadsConfig
 from distill.dataset.batches import ConversationDataset
 from distill.dataset.conversations import read_conversations
-from scripts.bench.curve import Measured, fit_rows
 from scripts.bench.harness import run_config, run_module, write_results
 
 log = logging.getLogger("draftsmith")
 
+MIN_GAP = 1e-6
+DOUBLINGS = (2, 4)  # of the most answer tokens that were trained on: what so many would bring is predicted
 HOME_SUITE = "home"  # what tables call held-out prompts of the kinds that the drafts were trained on
 
 
@@ -50,7 +52,7 @@ class HeadsBenchConfig(Settings):
     num_prompts: PositiveInt = 48  # held-out ones, the last of the file: the first chose the checkpoints
     suites: list[SuiteConfig] = [SuiteConfig(name="house", num_prompts=48)]  # decoded as well
     temperature: Temperature = 0.0
-    trees: dict[str, list[PositiveInt]] | None = None  # by recipe's name: the branching of a static tree it also drafts
+    tree: list[PositiveInt] = []  # the branching of a static tree that each head also drafts; []: none does
     baselines: list[FreeDraft] = ["prompt_lookup", "suffix_lookup"]  # measured beside the first head
     max_new_tokens: PositiveInt = 64
     batch_size: PositiveInt = 1  # of decoding; tokens per target step do not depend on it
@@ -62,7 +64,6 @@ class Run(NamedTuple):
     """A training of a recipe."""
 
     name: str
-    recipe: str
     config: HeadsConfig
     dataset: ConversationDataset
 
@@ -79,27 +80,20 @@ def compare_heads(config: HeadsBenchConfig) -> int:
         run_module("scripts.cache", "--config", config.cache)
     suites = write_suites(config, next(iter(recipes.values())))
     rows: list[dict[str, Any]] = []
-    measured: list[Measured] = []
     for run in list_runs(config, recipes):
         if not (run.folder / "outcome.json").is_file():
             run_config("train.heads", run.folder, run.config.model_dump(mode="json"))
-        tree = (config.trees or {}).get(run.recipe)
-        ways = {"": None, **({", tree": tree} if tree else {})}
-        for suffix, branching in ways.items():
-            folder = run.folder.with_name(f"{run.name}-eval{'-tree' if branching else ''}-t{config.temperature:g}")
+        for branching in [[], config.tree] if config.tree else [[]]:
+            suffix = ", tree" if branching else ""
+            folder = run.folder.with_name(f"{run.name}-eval{suffix[1:].replace(' ', '-')}-t{config.temperature:g}")
             if not (folder / "report.json").is_file():
                 evaluation = evaluation_of(config, run, suites, branching, baselines=config.baselines if not rows else [])
                 run_config("eval.run", folder, evaluation)
             report = read_json(folder / "report.json", "report")
             rows += list(rows_of(run, report, suffix))
-            if branching is None and config.points:
-                measured += list(read_counts(run, report, folder))
-    curve = fit_rows(measured)
-    name = "curve" if config.points else "heads"
-    write_results(
-        config.output, name, rows=curve or sorted(rows, key=lambda row: row["recipe"] is None), ratios={}, config=config
-    )
     wrong = [row for row in rows if row["lossless"] == "not_lossless"]
+    rows = curve_of(rows) if config.points else sorted(rows, key=lambda row: row["recipe"] is None)
+    write_results(config.output, "curve" if config.points else "heads", rows=rows, ratios={}, config=config)
     for row in wrong:
         log.error("%s: its answers differ from plain decoding's by more than a numerical tie", row["recipe"] or row["family"])
     return GATE_FAILED if wrong else DONE
@@ -110,17 +104,11 @@ def _is_made(output: str) -> bool:
 
 
 def read_recipes(config: HeadsBenchConfig) -> dict[str, HeadsConfig]:
-    """Return the recipes by the names of their files; they must be of one target and one set of data to be compared."""
+    """Return the recipes by the names of their files; the target and the data of the first are those of all."""
     recipes = {Path(path).stem: load_config(HeadsConfig, path) for path in config.recipes}
     if len(recipes) < len(config.recipes) or not recipes:
         raise ConfigError(f"recipes: expected at least one, each with a file name of its own, got {config.recipes}")
-    if len({(each.target, each.data.train, each.data.held_out) for each in map(_hashable, recipes.values())}) > 1:
-        raise ConfigError(f"recipes: all must have the same target, data.train and data.held_out, got {config.recipes}")
     return recipes
-
-
-def _hashable(recipe: HeadsConfig) -> Any:
-    return recipe.model_copy(update={"target": recipe.target.model_dump_json()})
 
 
 def list_runs(config: HeadsBenchConfig, recipes: Mapping[str, HeadsConfig]) -> Iterator[Run]:
@@ -135,7 +123,7 @@ def list_runs(config: HeadsBenchConfig, recipes: Mapping[str, HeadsConfig]) -> I
             schedule = recipe.schedule.model_copy(update={"epochs": point.epochs or recipe.schedule.epochs})
             changes = {"data": data, "schedule": schedule, "output": str(Path(config.runs) / own)}
             dataset = ConversationDataset(rows, int(recipe.data.max_length), number)
-            yield Run(own, name, recipe.model_copy(update=changes), dataset)
+            yield Run(own, recipe.model_copy(update=changes), dataset)
 
 
 def write_suites(config: HeadsBenchConfig, recipe: HeadsConfig) -> list[dict[str, Any]]:
@@ -155,18 +143,18 @@ def evaluation_of(
     config: HeadsBenchConfig,
     run: Run,
     suites: Sequence[dict[str, Any]],
-    branching: list[int] | None,
+    branching: list[int],
     *,
     baselines: list[FreeDraft],
 ) -> dict[str, Any]:
     decode = {"max_new_tokens": config.max_new_tokens, "batch_size": config.batch_size, "temperature": config.temperature}
     drafts = run.config.num_speculative_tokens
-    tree = {} if branching is None else {"tree": {"kind": "static", "branching": branching}}
+    tree = {"tree": {"kind": "static", "branching": branching}} if branching else {}
     return {
         "target": run.config.target.model_dump(mode="json"),
         "draft": str(run.folder / "artifact"),
         "suites": list(suites),
-        "decode": decode | tree | {"num_speculative_tokens": max(drafts, len(branching or []))},
+        "decode": decode | tree | {"num_speculative_tokens": max(drafts, len(branching))},
         "repeats": config.repeats,
         "baselines": baselines,
         "generate_prompts": 0,
@@ -177,7 +165,8 @@ def evaluation_of(
 def rows_of(run: Run, report: Mapping[str, Any], suffix: str) -> Iterator[dict[str, Any]]:
     """Yield a row for each suite and each way that was measured on it."""
     outcome = read_json(run.folder / "outcome.json", "outcome of a training")
-    cost = {"answer_tokens": run.dataset.num_labels, "labels": outcome["labels"]}
+    cost = {"answer_tokens": run.dataset.num_labels, "epochs": run.config.schedule.epochs, "labels": outcome["labels"]}
+    cost |= {"num_speculative_tokens": report["decode"]["num_speculative_tokens"]}
     cost |= {"training_seconds": outcome["training_seconds"], "lossless": report["lossless"]["verdict"]}
     kind = report["draft"]["kind"]
     for suite, section in by_suite(report).items():
@@ -205,27 +194,30 @@ def figures(acceptance: Mapping[str, Any], speed: Mapping[str, Any]) -> dict[str
     return found | {"alpha_by_position": " / ".join("–" if rate is None else f"{rate:.2f}" for rate in rates)}
 
 
-def read_counts(run: Run, report: Mapping[str, Any], folder: Path) -> Iterator[Measured]:
-    """Yield what the records of an evaluation count by prompt, for the curve."""
-    counts: dict[str, list[int]] = {}
-    for line in (folder / "records.jsonl").read_text(encoding="utf-8").splitlines():
-        generation = json.loads(line).get("generation")
-        if generation and generation["mode"] == "speculative":
-            own = counts.setdefault(generation["prompt_id"], [0, 0])
-            own[0] += sum(generation["rounds"]["committed"])
-            own[1] += len(generation["rounds"]["committed"])
-    outcome = read_json(run.folder / "outcome.json", "outcome of a training")
-    for suite, section in by_suite(report).items():
-        yield Measured(
-            family=report["draft"]["kind"],
-            recipe=run.recipe,
-            suite=suite,
-            answer_tokens=run.dataset.num_labels,
-            epochs=run.config.schedule.epochs,
-            training_seconds=outcome["training_seconds"],
-            most=report["decode"]["num_speculative_tokens"] + 1,
-            counts=[(counts[name][0], counts[name][1]) for name in section["prompts"]["ids"]],
-        )
+def curve_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the heads' rows with what the law through their curve leaves over, and a row for each law.
+
+    A curve is of a family on a suite. What a round misses to its most tokens falls as a power of the answer tokens trained on,
+    `most - tau = c * tokens ** -exponent` (Kaplan et al. 2020, arXiv 2001.08361), fitted by least squares on logarithms.
+    """
+    curves: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["answer_tokens"] is not None:
+            curves.setdefault((row["family"], row["suite"]), []).append({"row": "measured", **row})
+    laws = []
+    for (family, suite), own in curves.items():
+        if len(own) == 1:
+            continue
+        most = own[0]["num_speculative_tokens"] + 1
+        tokens_K, taus_K = (np.array([row[name] for row in own], float) for name in ("answer_tokens", "tau"))
+        slope, height = np.polyfit(np.log(tokens_K), np.log(np.maximum(most - taus_K, MIN_GAP)), 1)
+        law: dict[str, Any] = {"row": "law", "family": family, "suite": suite, "exponent": -float(slope)}
+        for times in DOUBLINGS:
+            law[f"tau_at_{times}_times"] = most - float(np.exp(height + slope * np.log(times * tokens_K.max())))
+        for row, left in zip(own, taus_K - most + np.exp(height + slope * np.log(tokens_K)), strict=True):
+            row["less_law"] = float(left)
+        laws.append(law)
+    return [*(row for own in curves.values() for row in own), *laws]
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import LosslessConfig
 from configs.schema.target import TargetConfig
 from configs.schema.training import HeadsConfig
-from distill.dataset.conversations import read_conversations
 from eval.decoder.decode import Request, check_decodable, decode
 from eval.decoder.records import Generation
 from eval.lossless.teacher_forcing import check_tokens
@@ -42,7 +41,7 @@ from heads.frozen.identity import locate
 from heads.frozen.loading import Target, load_target
 from heads.metadata import read_metadata
 from heads.modules.output_head import DraftHead
-from scripts.bench.harness import SEED, run_module, write_results
+from scripts.bench.harness import SEED, last_prompts, run_module, write_results
 
 log = logging.getLogger("draftsmith")
 
@@ -135,9 +134,7 @@ class Bench:
     def __init__(self, config: ServeBenchConfig, scratch: Path) -> None:
         torch.set_num_threads(config.threads)
         self.config, self.scratch = config, scratch
-        rows = {row.prompt_id: row for row in reversed(read_conversations(Path(config.prompts)))}  # of each the first turn
-        last = [*reversed(rows.values())][-config.num_prompts :]
-        self.requests = [Request(prompt_id=row.prompt_id, category=row.category, tokens=row.prompt_ids) for row in last]
+        self.requests = last_prompts(config.prompts, config.num_prompts)
         self.target = load_target(config.target)
         check_decodable(self.target, self.requests)
         self.folder = locate(config.target).resolve()

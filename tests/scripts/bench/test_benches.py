@@ -18,7 +18,7 @@ from configs.runtime.files import CHECKOUT
 from configs.runtime.loading import load_config
 from configs.schema.data import CacheConfig, DataConfig
 from configs.schema.training import DistillConfig, HeadsConfig
-from scripts.bench import compare_commits, curve, decode, distill, gpu, harness, heads, modalities, serve, tables
+from scripts.bench import compare_commits, decode, distill, gpu, harness, heads, modalities, serve, tables
 from tests.support.caches import conversation
 from train.launch import run_distillation
 
@@ -83,7 +83,7 @@ def test_heads_and_the_curve_through_their_sizes(tiny_data, recipe, in_process, 
     settings |= {
         "num_prompts": 3,
         "suites": [],
-        "trees": {"medusa": [2, 1]},
+        "tree": [2, 1],
         "max_new_tokens": 8,
         "baselines": ["prompt_lookup"],
     }
@@ -93,24 +93,21 @@ def test_heads_and_the_curve_through_their_sizes(tiny_data, recipe, in_process, 
     assert {"family", "suite", "tau", "tau_low", "speedup", "speedup_high", "alpha_by_position", "answer_tokens"} <= rows[
         0
     ].keys()
-    settings |= {"points": [{"share": 0.5, "epochs": 1}, {"share": 1}], "trees": None}
+    settings |= {"points": [{"share": 0.5, "epochs": 1}, {"share": 1}], "tree": []}
     rows = results_of(heads.compare_heads, heads.HeadsBenchConfig, settings)["rows"]
     assert [row["row"] for row in rows] == ["measured", "measured", "law"]
 
 
 def test_the_law_of_a_curve_is_the_power_that_it_was_made_by():
-    def measured(tokens):
-        tau = 4 - 20 * tokens**-0.25
-        counts = [(round(1000 * tau), 1000)] * 5
-        return curve.Measured("eagle3", "eagle3", "home", tokens, 1, 1.0, 4, counts)
-
-    *_, law = curve.fit_rows([measured(tokens) for tokens in (10_000, 40_000, 160_000)])
-    assert law["exponent"] == pytest.approx(0.25, abs=0.01)
-    assert law["tau_at_4_times"] == pytest.approx(4 - 20 * 640_000**-0.25, abs=0.01)
+    sizes = {tokens: 4 - 20 * tokens**-0.25 for tokens in (10_000, 40_000, 160_000)}
+    named = {"family": "eagle3", "suite": "home", "num_speculative_tokens": 3}
+    *_, law = heads.curve_of([named | {"answer_tokens": tokens, "tau": tau} for tokens, tau in sizes.items()])
+    assert law["exponent"] == pytest.approx(0.25)
+    assert law["tau_at_4_times"] == pytest.approx(4 - 20 * 640_000**-0.25)
 
 
 def test_distill_and_the_loss(recipe, in_process, monkeypatch, tmp_path):
-    monkeypatch.setattr(distill, "in_fresh_process", lambda work, *arguments: work(*arguments))
+    monkeypatch.setattr(distill, "measure_pass", lambda config, name, *_: distill.forward_backward(config, name))
     run_distillation(DistillConfig.model_validate(recipe | {"student": {"layers": [0]}, "output": str(tmp_path / "run")}))
     settings = {"draft": str(tmp_path / "run" / "artifact"), "num_batches": 2, "bootstrap_samples": 20}
     settings |= {"loss": {"vocab_size": 512, "width": 16, "positions": 64, "chunk_size": 16, "repeats": 2}}
