@@ -44,9 +44,8 @@ def _no_key_of_another_test(monkeypatch):
     monkeypatch.setattr(redaction, "_hidden", set())
 
 
-@pytest.fixture(scope="session")
-def tiny_tokenizer():
-    """A word-level tokenizer of 64 tokens, w0 to w57 and the special ones, with a chat template.
+def make_tokenizer():
+    """Return a word-level tokenizer of 64 tokens, w0 to w57 and the special ones, with a chat template.
 
     It puts a `<bos>` before every text that it is not told to leave alone, as those of Llama, Gemma and Mistral do.
     """
@@ -65,34 +64,39 @@ def tiny_tokenizer():
     )
 
 
+def make_llama(seed=0, vocab_size=64, layers=2, dtype=torch.float64, spread=6.0, **settings):
+    """Return a random Llama; the same seed gives the same weights."""
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=settings.pop("hidden_size", 32),
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=settings.pop("max_position_embeddings", 256),
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+        tie_word_embeddings=settings.pop("tie_word_embeddings", False),
+        **settings,
+    )
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config).to(dtype).eval()
+    with torch.no_grad():  # the default initialisation is so flat that every argmax would be a near tie
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(spread)
+    return model
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer():
+    return make_tokenizer()
+
+
 @pytest.fixture(scope="session")
 def tiny_llama():
-    """A function that makes a random Llama; the same seed gives the same weights."""
-
-    def make(seed=0, vocab_size=64, layers=2, dtype=torch.float64, spread=6.0, **settings):
-        config = LlamaConfig(
-            vocab_size=vocab_size,
-            hidden_size=settings.pop("hidden_size", 32),
-            intermediate_size=64,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=settings.pop("max_position_embeddings", 256),
-            pad_token_id=None,
-            bos_token_id=None,
-            eos_token_id=None,
-            tie_word_embeddings=settings.pop("tie_word_embeddings", False),
-            **settings,
-        )
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config).to(dtype).eval()
-        with torch.no_grad():  # the default initialisation is so flat that every argmax would be a near tie
-            for parameter in model.parameters():
-                if parameter.ndim == 2:
-                    parameter.mul_(spread)
-        return model
-
-    return make
+    return make_llama
 
 
 @pytest.fixture(scope="session")

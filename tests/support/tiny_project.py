@@ -6,21 +6,13 @@ import json
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from configs.schema.data import CacheConfig, DataConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 from distill.generation.make_dataset import make_dataset
+from tests.conftest import make_llama, make_tokenizer
 
 NUM_PROMPTS = 48
-SPECIAL = ["<pad>", "<end>", "<user>", "<assistant>"]
-TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}"
-    "{% if add_generation_prompt %}<assistant> {% endif %}"
-)
 STEPS, EVERY = 12, 3  # optimiser steps of a run, and between checkpoints
 
 
@@ -30,7 +22,10 @@ class TinyProject:
         self.target = {"name": str(folder / "target"), "dtype": "float32", "device": "cpu"}
 
     def create(self) -> None:
-        _save_target(self.folder / "target")
+        model = make_llama(layers=3, dtype=torch.float32, spread=4.0)
+        model.generation_config.eos_token_id = 1
+        model.save_pretrained(self.folder / "target")
+        make_tokenizer().save_pretrained(self.folder / "target")
         rows = [{"question_id": n, "turns": [f"w{n % 60} w{(7 * n) % 59} w{(3 * n) % 50}"]} for n in range(self.num_prompts)]
         (self.folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         make_dataset(self.data(self.folder / "data"))
@@ -77,33 +72,3 @@ class TinyProject:
             "held_out": {"num_prompts": 2, "decode": {"max_new_tokens": 6, "num_speculative_tokens": 2}},
             "output": str(output),
         }
-
-
-def _save_target(folder: Path) -> None:
-    words = {word: index for index, word in enumerate([*SPECIAL, *(f"w{n}" for n in range(60))])}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    tokenizer.add_special_tokens(SPECIAL)
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, chat_template=TEMPLATE, eos_token="<end>", pad_token="<pad>", unk_token="<pad>"
-    ).save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(words),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-        eos_token_id=1,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(4.0)  # distributions that are not flat
-    model.save_pretrained(folder)
