@@ -22,12 +22,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, 
 from configs.runtime.errors import ConfigError, InputError, first_line
 from configs.schema.target import TargetConfig
 from configs.schema.training import LoraSettings, StudentConfig
-from heads.frozen.hidden_states import blocks, num_blocks
+from heads.frozen.hidden_states import blocks, causal_config, config_of_blocks, num_blocks, overridden
 from heads.frozen.identity import hash_tokenizer, locate
 from heads.frozen.loading import Target, move
-from heads.frozen.model_config import auto_class, causal_config, config_of_blocks, overridden
 from heads.frozen.placement import real_weight
-from heads.frozen.weights import UNREADABLE, loader_of
+from heads.frozen.weights import UNREADABLE, auto_class, loader_of
 from heads.inference.causal_lm import read_documents
 from heads.inference.model_checks import check_on_probe, check_rolls_back, check_split, probe_ids, relative_error
 from heads.inference.runner import backbone
@@ -134,7 +133,7 @@ REMEDY = "choose other student.layers, or give student.init 'fresh', 'model' or 
 def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """Return a copy in float32 of a causal LM with some of its blocks, and its embeddings, final norm and head.
 
-    What a block computes may depend on its place: on entries of the config (`heads.frozen.model_config`), on its number, on how
+    What a block computes may depend on its place: on entries of the config (`config_of_blocks`), on its number, on how
     many there are. So the draft is compared on a probe with the model whose other blocks are passed over.
     """
     name_of_class, total = type(model).__name__, num_blocks(model)

@@ -24,8 +24,17 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from configs.runtime.errors import InputError, first_line
 from configs.schema.heads import EarlyExitSettings
 from heads.device import RowInts
-from heads.frozen.hidden_states import TargetStates, block_list, blocks, final_norm, forward_states, num_blocks, tapped
-from heads.frozen.model_config import causal_config, config_of_blocks
+from heads.frozen.hidden_states import (
+    TargetStates,
+    block_list,
+    blocks,
+    causal_config,
+    config_of_blocks,
+    final_norm,
+    forward_states,
+    num_blocks,
+    tapped,
+)
 from heads.frozen.placement import own_copy
 from heads.inference.causal_lm import MediaInputs, forward_rows, new_cache, read_documents
 from heads.inference.kv_cache import RowCache

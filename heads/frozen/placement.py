@@ -26,9 +26,8 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from configs.runtime.errors import ConfigError, InputError
 from configs.schema.target import TargetConfig
-from heads.frozen.hidden_states import TargetStates, blocks
-from heads.frozen.model_config import auto_class, config_of_blocks
-from heads.frozen.weights import FloatWeights, read_float_weights
+from heads.frozen.hidden_states import TargetStates, blocks, config_of_blocks
+from heads.frozen.weights import FloatWeights, auto_class, read_float_weights
 from heads.inference.kv_cache import RowCache
 from heads.inference.runner import DecodingForward, Masks, runner_of
 

@@ -25,12 +25,19 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import TORCH_FILE, read_json
-from heads.frozen.model_config import auto_class
 
 log = logging.getLogger("draftsmith")
 
@@ -175,6 +182,13 @@ def read_float_weights(folder: Path) -> FloatWeights:
             "FP8 and MXFP4 are read. Give an unquantised or FP8 copy of the model: engines draft for this one by its drafts too"
         )
     return {**rest, **matrices}
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Return the auto class that loads and builds models of this config."""
+    its_own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    is_multimodal = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForMultimodalLM if is_multimodal and not its_own_code else AutoModelForCausalLM
 
 
 def loader_of(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Callable[..., PreTrainedModel]:

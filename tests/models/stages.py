@@ -29,7 +29,7 @@ from heads.artifact import load_draft, save_draft_lm, save_head
 from heads.families.registry import FAMILIES
 from heads.frozen.hidden_states import check_taps, num_blocks, read_states
 from heads.frozen.loading import Target, load_target, load_with
-from heads.frozen.model_config import auto_class
+from heads.frozen.weights import auto_class
 from heads.inference.lean_forward import FAMILIES as LEAN_FAMILIES
 from heads.inference.lean_forward import make_lean
 from heads.metadata import Metadata, head_metadata

@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from heads.frozen.loading import load_with
-from heads.frozen.model_config import auto_class
+from heads.frozen.weights import auto_class
 from tests.support.media_models import MEDIA_FAMILIES
 
 VOCAB_SIZE = 256

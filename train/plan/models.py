@@ -25,8 +25,7 @@ from distill.student.init import choose_trained, keep_layers, overridden_config
 from heads.families.registry import FAMILIES
 from heads.frozen.hidden_states import num_blocks
 from heads.frozen.identity import PREFIX, locate
-from heads.frozen.model_config import auto_class
-from heads.frozen.weights import UNREADABLE
+from heads.frozen.weights import UNREADABLE, auto_class
 from heads.modules.layers import HeadLayer, shape_like
 from heads.modules.output_head import DraftHead, HeadModule
 from heads.vocabulary import DraftVocabulary

@@ -24,8 +24,7 @@ from configs.schema.heads import DFlashSettings
 from heads.artifact import head_settings
 from heads.families.registry import FAMILIES
 from heads.formats.layout import check_names
-from heads.frozen.model_config import auto_class
-from heads.frozen.weights import UNREADABLE, FloatWeights, Weights, read_float_weights, read_weights
+from heads.frozen.weights import UNREADABLE, FloatWeights, Weights, auto_class, read_float_weights, read_weights
 from heads.metadata import VOCABULARY_FILE, Metadata, read_metadata
 from heads.modules.layers import LayerShape, layer_shape, shape_like
 from heads.vocabulary import DraftVocabulary, read_draft_vocabulary

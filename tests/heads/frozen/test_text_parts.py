@@ -14,8 +14,8 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.target import TargetConfig
 from distill.student.init import keep_layers
 from eval.decoder.decode import generate
+from heads.frozen.hidden_states import causal_config
 from heads.frozen.loading import load_target
-from heads.frozen.model_config import causal_config
 from heads.inference.causal_lm import read_documents
 from heads.inference.model_checks import check_keeps_apart
 from heads.proposers.draft_lm import DraftLM
