@@ -1,6 +1,5 @@
 """Files of weights; a quantised target is run with the weights that its numbers stand for, under the identity of its files."""
 
-import copy
 import json
 import shutil
 
@@ -16,7 +15,7 @@ from distill.student.init import initial_draft
 from heads.artifact import load_draft, save_draft_lm
 from heads.frozen.identity import hash_weights
 from heads.frozen.loading import load_target
-from heads.frozen.weights import read_weights, write_weights
+from heads.frozen.weights import write_weights
 from tests.support.decoding import metadata_of_draft_lm
 from tests.support.quantized_checkpoints import Scheme, fp8, mxfp4, quantise
 
@@ -49,21 +48,11 @@ def load(path, dtype="float32"):
 
 
 def assert_runs_with(target, meant):
-    """Every weight is the one that is meant, and the logits are those of a float64 model with these weights."""
+    """Every weight is the one that is meant."""
     own = dict(target.model.named_parameters())
+    assert own.keys() == meant.keys()
     for name, weight in meant.items():
-        if name in own:
-            assert torch.equal(own[name], weight.to(own[name].dtype)), name
-    config = copy.deepcopy(target.model.config)
-    config._experts_implementation = "eager"  # the others know no float64
-    reference = type(target.model)(config).double().eval()
-    reference.load_state_dict({name: parameter.double() for name, parameter in own.items()}, strict=False)
-    for name, weight in meant.items():
-        if name in own:
-            reference.get_parameter(name).data = weight
-    ids_BT = torch.arange(3, 17)[None]
-    logits_BTV, wanted_BTV = target.model(ids_BT).logits, reference(ids_BT).logits
-    assert torch.allclose(logits_BTV.double(), wanted_BTV, rtol=1e-4, atol=1e-4)
+        assert torch.equal(own[name], weight.to(own[name].dtype)), name
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -148,25 +137,6 @@ def test_a_draft_is_for_the_quantised_files_and_starts_from_ordinary_blocks(fold
     twin = load(tiny_run / "target")
     with pytest.raises(InputError, match="target weights"):
         load_draft(tmp_path / "artifact", twin.identity, twin.model)
-
-
-# --- files -------------------------------------------------------------------------------------------------------------
-
-
-VALUES = {
-    "ids": torch.arange(7),
-    "flags": torch.tensor([True, False, True]),
-    "matrix": torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).bfloat16(),
-    "scalar": torch.tensor(2.5),
-}
-
-
-@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
-def test_both_kinds_of_files_are_read(tmp_path, file):
-    (torch.save if file.endswith("bin") else lambda values, path: write_weights(path, values))(VALUES, tmp_path / file)
-    there = read_weights(tmp_path)
-    assert there.keys() == VALUES.keys()
-    assert all(torch.equal(there[name], value) for name, value in VALUES.items())
 
 
 def test_a_tensor_of_several_names_and_one_that_is_not_contiguous_are_written_whole(tmp_path):
