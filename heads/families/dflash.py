@@ -273,25 +273,18 @@ class BlockKeys(LayerKeys):
         self.of_slots = Ranges(first_BX=next(ends), end_BX=next(ends))
 
     def attend(self, attention: DraftAttention, states_BXD: Tensor, rotation: Rotation) -> Tensor:
+        """In one softmax over their range of the context and their block's slots."""
         context = attention.keys_values(self.context_BTD, self.rotation)
-        own = attention.keys_values(states_BXD, rotation)
+        k_BMASH, v_BMASH = (each.unflatten(2, (-1, self.block_size)) for each in attention.keys_values(states_BXD, rotation))
         q_BNXH = attention.queries(states_BXD, rotation)
-        return attention.output(mix_blocks(q_BNXH, context, own, self.of_slots, self.block_size))
-
-
-def mix_blocks(q_BNXH: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], of_slots: Ranges, S: int) -> Tensor:
-    """Return the values `[B, N, X, H]` mixed by slots, in one softmax over their range of the context and their block's slots.
-
-    `context` and `own` are keys and values `[B, M, T, H]` of the row and `[B, M, X, H]` of the slots.
-    """
-    read_BNXH, log_sum_BNX = read_ranges(q_BNXH, *context, of_slots)
-    k_BMASH, v_BMASH = (each.unflatten(2, (-1, S)) for each in own)
-    by_block = (each.unflatten(1, (k_BMASH.shape[1], -1)).unflatten(3, (-1, S)) for each in (q_BNXH, read_BNXH, log_sum_BNX))
-    q_BMGASH, read_BMGASH, log_sum_BMGAS = by_block
-    own_BMGASR = torch.einsum("bmgash,bmarh->bmgasr", q_BMGASH, k_BMASH).to(log_sum_BNX.dtype) * q_BNXH.shape[-1] ** -0.5
-    weights = torch.cat([log_sum_BMGAS.unsqueeze(-1), own_BMGASR], -1).softmax(-1).to(v_BMASH.dtype)
-    own_BMGASH = torch.einsum("bmgasr,bmarh->bmgash", weights[..., 1:], v_BMASH)
-    return (weights[..., :1] * read_BMGASH + own_BMGASH).flatten(3, 4).flatten(1, 2)
+        read = q_BNXH, *read_ranges(q_BNXH, *context, self.of_slots)
+        q_BMGASH, read_BMGASH, log_sum_BMGAS = (
+            each.unflatten(1, (k_BMASH.shape[1], -1)).unflatten(3, (-1, self.block_size)) for each in read
+        )
+        own_BMGASR = torch.einsum("bmgash,bmarh->bmgasr", q_BMGASH, k_BMASH).to(log_sum_BMGAS.dtype) * q_BNXH.shape[-1] ** -0.5
+        weights = torch.cat([log_sum_BMGAS.unsqueeze(-1), own_BMGASR], -1).softmax(-1).to(v_BMASH.dtype)
+        own_BMGASH = torch.einsum("bmgasr,bmarh->bmgash", weights[..., 1:], v_BMASH)
+        return attention.output((weights[..., :1] * read_BMGASH + own_BMGASH).flatten(3, 4).flatten(1, 2))
 
 
 FAMILY = Family(settings=DFlashSettings, build=DFlash, propose=BlockDrafter)

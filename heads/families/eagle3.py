@@ -2,7 +2,7 @@
 
 Li et al. 2025, arXiv 2503.01840. The feature of position j is a projection of the target's low, mid and high states there; the
 first layer attends over [norm(embedding of x_{j+1}); norm(feature)], its residual is the feature. Training unrolls the module
-over its own states (`UnrolledKeys`), as drafting does. Tensor names are those that serving engines read. Departures, all in the
+over its own states (`RowKeys`), as drafting does. Tensor names are those that serving engines read. Departures, all in the
 initial weights: the output head is the target's rows, the norm before it has the target's scale, the feature is the last tap,
 layers copy a block: a head whose feature starts as the last tap and whose layers start as one of the target's blocks passes on
 the target's state from the first step, and learns only what the next token changes. `EagleBody` is what P-EAGLE shares with it.
@@ -25,7 +25,7 @@ from heads.device import upload
 from heads.frozen.hidden_states import TargetStates, blocks, final_norm_scale, num_blocks
 from heads.frozen.placement import real_weights
 from heads.inference.kv_cache import RowCache
-from heads.modules.attention import CachedKeys, Ranges, causal_ranges, read_ranges, visible_slots
+from heads.modules.attention import CachedKeys, RowKeys, causal_ranges, visible_slots
 from heads.modules.autoregressive import ChainHead, FeatureChain
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, origins_of_any_depth, shifted_left
 from heads.modules.layers import DraftAttention, HeadLayer, LayerKeys, LayerShape, Rotary, Rotation, layer_shape, mlp, norm
@@ -113,7 +113,7 @@ class Eagle3(EagleBody, ChainHead):
         origins_BX = upload(on_host_BX, batch.input_ids_BT.device)
         positions_BT, ranges = batch.position_ids_BT, causal_ranges(batch.position_ids_BT, self.window)
         of_origins = ranges.of(origins_BX, on_host_BX)
-        unrolled = [*(UnrolledKeys(ranges) for _ in self.layers[1:]), UnrolledKeys(of_origins, origins_BX=origins_BX)]
+        unrolled = [*(RowKeys(ranges) for _ in self.layers[1:]), RowKeys(of_origins, origins_BX=origins_BX)]
         states_BTD = self.features(states)
         depths = []
         for depth in range(self.settings.num_depths):
@@ -164,50 +164,6 @@ class Eagle3Layer(HeadLayer):
             read_BTX, residual_BTD = self.input_layernorm(states_BTD), states_BTD
         states_BTD = keys.of_queries(residual_BTD) + keys.attend(self.self_attn, read_BTX, rotation)
         return states_BTD + self.mlp(self.post_attention_layernorm(states_BTD))
-
-
-class UnrolledKeys:
-    """Keys and values of one layer at a depth, after those of the depths before ("training-time test").
-
-    Chains start at many origins j at once. At depth k the chain of origin j sees the depth-0 keys of the positions in its range
-    (`heads.modules.attention.causal_ranges`), which are made of the target's states, and of the deeper keys only its own: a
-    causal block and a diagonal for each later depth, in one softmax. `origins_BX` are, at depth 0, the positions whose queries
-    are wanted, and whose ranges are given; None: all.
-    """
-
-    def __init__(self, ranges: Ranges, *earlier: tuple[Tensor, Tensor], origins_BX: Tensor | None = None) -> None:
-        self.ranges, self.earlier, self.origins_BX = ranges, earlier, origins_BX
-
-    def next(self, ranges: Ranges) -> UnrolledKeys:
-        return UnrolledKeys(ranges, *self.earlier, self._own)
-
-    def of_queries(self, values_BTX: Tensor) -> Tensor:
-        if self.origins_BX is None:
-            return values_BTX
-        places_BX1 = self.origins_BX.to(values_BTX.device).unsqueeze(-1)  # a plan's values are on no device
-        return torch.take_along_dim(values_BTX, places_BX1, 1)
-
-    def attend(self, attention: DraftAttention, states_BTX: Tensor, rotation: Rotation) -> Tensor:
-        self._own = attention.keys_values(states_BTX, rotation)
-        first, *later = *self.earlier, self._own
-        cos_BTH, sin_BTH = map(self.of_queries, rotation)
-        q_BNTH = attention.queries(self.of_queries(states_BTX), (cos_BTH, sin_BTH))
-        mixed_BNTH, log_sum_BNT = read_ranges(q_BNTH, *first, self.ranges)
-        if later:
-            mixed_BNTH = _with_diagonals(q_BNTH, mixed_BNTH, log_sum_BNT, later)
-        return attention.output(mixed_BNTH)
-
-
-def _with_diagonals(q_BNTH: Tensor, mixed_BNTH: Tensor, log_sum_BNT: Tensor, later: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the values mixed by attention over the causal block and the diagonals, `[B, N, T, H]`."""
-    q, mixed, log_sum = (each.unflatten(1, (later[0][0].shape[1], -1)) for each in (q_BNTH, mixed_BNTH, log_sum_BNT))
-    scale = q.shape[-1] ** -0.5
-    own = [(q * keys.unsqueeze(2)).sum(-1).to(log_sum.dtype) * scale for keys, _ in later]
-    block_weight, *own_weights = torch.stack([log_sum, *own]).softmax(0).to(mixed.dtype).unsqueeze(-1)
-    mixed = block_weight * mixed
-    for weight, (_, values) in zip(own_weights, later, strict=True):
-        mixed = mixed + weight * values.unsqueeze(2)
-    return mixed.flatten(1, 2)
 
 
 def default_taps(target: PreTrainedModel) -> tuple[int, int, int]:

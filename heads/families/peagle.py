@@ -9,13 +9,12 @@ In training fewer origins are kept as depth grows ("conditional on drop"), each 
 element has its whole chain. A kept origin weighs as many as it stands for, which makes the loss an unbiased estimate of the one
 over all origins. Tensor names are those that serving engines read.
 B batch, T positions, M origins with further elements, R further depths, S further elements (flat, one depth after another),
-U = T + S, A taps, F = A * E, D width, N heads, G key-value heads or drafts, H head width, W draft vocabulary.
+U = T + S, A taps, F = A * E, D width, N heads, M key-value heads, G drafts, H head width, W draft vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ from configs.schema.heads import PEagleSettings
 from heads.device import upload
 from heads.families.eagle3 import EagleBody, mask_token
 from heads.frozen.hidden_states import TargetStates
-from heads.modules.attention import Ranges, causal_ranges, read_ranges
+from heads.modules.attention import Ranges, causal_ranges, read_ranges, with_diagonals
 from heads.modules.autoregressive import FeatureProposer
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, shifted_left
 from heads.modules.layers import DraftAttention, LayerKeys, Rotation
@@ -54,8 +53,8 @@ class PEagle(EagleBody):
         widths = (depths_BT.unsqueeze(-1) > torch.arange(1, num_depths)).sum(1).amax(0).tolist()
         origins_BM = depths_BT.argsort(dim=1, descending=True, stable=True)[:, : max(widths, default=0)]
         depths_BM = depths_BT.gather(1, origins_BM)  # on the host, as all places here
-        chains = Chains(upload(origins_BM, batch.input_ids_BT.device), tuple(widths))
-        origins_BS = chains.origins_BS
+        origins_BS = torch.cat([origins_BM[:, :0], *(origins_BM[:, :width] for width in widths)], 1)
+        origins_BS = upload(origins_BS, batch.input_ids_BT.device)
         mask_ids_BS = torch.full_like(origins_BS, self.mask_token_id)
         embedded_BUD = self.embed(torch.cat([shifted_left(batch.input_ids_BT, 1), mask_ids_BS], 1))
         mask_BSD = self.fuse(self.mask_hidden).expand(*origins_BS.shape, -1)
@@ -63,14 +62,14 @@ class PEagle(EagleBody):
         depth_S = torch.arange(1, num_depths).repeat_interleave(torch.tensor(widths, dtype=torch.int64))
         ahead_BS = batch.position_ids_BT.gather(1, origins_BS) + upload(depth_S, origins_BS.device)
         rotation = self.rotary(embedded_BUD, torch.cat([batch.position_ids_BT, ahead_BS], 1))
-        keys = ParallelKeys(causal_ranges(batch.position_ids_BT), chains)
+        keys = ParallelKeys(causal_ranges(batch.position_ids_BT), origins_BS, widths)
         for layer in self.layers:
             states_BUD = layer(embedded_BUD, states_BUD, rotation, keys)
         T = batch.input_ids_BT.shape[1]
         places_BM = torch.arange(len(depths_BT)).unsqueeze(1) * T + origins_BM
         origins_N = (depths_BT > 0).flatten().nonzero().squeeze(1)
         found = [(flat(states_BUD[:, :T], origins_N), origins_N)]
-        for depth, part_BMD in enumerate(states_BUD[:, T:].split(chains.widths, 1), start=1):
+        for depth, part_BMD in enumerate(states_BUD[:, T:].split(widths, 1), start=1):
             kept_BM = depths_BM[:, : part_BMD.shape[1]] > depth  # trained, and no filling
             origins_N, order_N = places_BM[:, : part_BMD.shape[1]][kept_BM].sort()
             found.append((flat(part_BMD, kept_BM.flatten().nonzero().squeeze(1)[order_N]), origins_N))
@@ -136,63 +135,34 @@ def _labelled(batch: Batch, depth: int) -> Tensor:
     return labelled_P.view_as(batch.loss_mask_BT)
 
 
-@dataclass(frozen=True)
-class Chains:
-    """The further elements of a batch.
+class ParallelKeys(LayerKeys):
+    """The attention of one layer over the depth-0 elements of T positions and the further ones after them.
 
-    Origins stand in falling order of how many depths they are kept for. So those of a depth are the first ones of the depth
-    before, and rows of the batch that have fewer are filled up at their ends.
+    These are those of `origins_BS`, a depth after another; of each depth the first `widths[d]` of those of the depth before.
     """
 
-    origins_BM: Tensor  # their positions in their rows, int64
-    widths: tuple[int, ...]  # how many of the M have an element at depth 1, 2, ...: as many as in the row that has most
-
-    @property
-    def origins_BS(self) -> Tensor:
-        """The origin of each element."""
-        return torch.cat([self.origins_BM[:, :0], *(self.origins_BM[:, :width] for width in self.widths)], 1)
-
-    def by_chain(self, values_BNSX: Tensor) -> Tensor:
-        """Return values of elements as `[B, N, M, R, X]`, 0 where a chain has ended."""
-        M = max(self.widths)
-        parts = values_BNSX.split(self.widths, 2)
-        return torch.stack([functional.pad(part, (0, 0, 0, M - part.shape[2])) for part in parts], 3)
-
-    def flat(self, values_BNMRX: Tensor) -> Tensor:
-        """Return values by chain as `[B, N, S, X]`."""
-        return torch.cat([values_BNMRX[:, :, :width, number] for number, width in enumerate(self.widths)], 2)
-
-
-class ParallelKeys(LayerKeys):
-    """The attention of one layer over the depth-0 elements of T positions and the further ones after them."""
-
-    def __init__(self, ranges: Ranges, chains: Chains) -> None:
-        self.ranges, self.chains = ranges, chains
-        self.further = ranges.of(chains.origins_BS)
+    def __init__(self, ranges: Ranges, origins_BS: Tensor, widths: Sequence[int]) -> None:
+        self.ranges, self.further, self.widths = ranges, ranges.of(origins_BS), widths
 
     def attend(self, attention: DraftAttention, states_BUX: Tensor, rotation: Rotation) -> Tensor:
         T = self.ranges.first_BX.shape[1]
-        k_BGUH, v_BGUH = attention.keys_values(states_BUX, rotation)
+        k_BMUH, v_BMUH = attention.keys_values(states_BUX, rotation)
         q_BNUH = attention.queries(states_BUX, rotation)
-        row = k_BGUH[:, :, :T], v_BGUH[:, :, :T]
+        row = k_BMUH[:, :, :T], v_BMUH[:, :, :T]
         mixed_BNUH, _ = read_ranges(q_BNUH[:, :, :T], *row, self.ranges)
         if q_BNUH.shape[2] > T:
-            further = self._mix(q_BNUH[:, :, T:], row, k_BGUH[:, :, T:], v_BGUH[:, :, T:])
-            mixed_BNUH = torch.cat([mixed_BNUH, further], 2)
+            q_BNSH = q_BNUH[:, :, T:]
+            read = self._by_depth(q_BNSH, *read_ranges(q_BNSH, *row, self.further))
+            chains = self._by_depth(k_BMUH[:, :, T:], v_BMUH[:, :, T:])
+            further = [
+                with_diagonals(q, mixed, log_sum, [(k[:, :, :width], v[:, :, :width]) for k, v in chains[: depth + 1]])
+                for depth, (width, (q, mixed, log_sum)) in enumerate(zip(self.widths, read, strict=True))
+            ]
+            mixed_BNUH = torch.cat([mixed_BNUH, *further], 2)
         return attention.output(mixed_BNUH)
 
-    def _mix(self, q_BNSH: Tensor, row: tuple[Tensor, Tensor], k_BGSH: Tensor, v_BGSH: Tensor) -> Tensor:
-        """Return the values mixed for the further elements, in one softmax over what they read and their own chains."""
-        chains, R = self.chains, len(self.chains.widths)
-        mixed_BNSH, log_sum_BNS = read_ranges(q_BNSH, *row, self.further)
-        k_BNSH, v_BNSH = (each.repeat_interleave(q_BNSH.shape[1] // each.shape[1], 1) for each in (k_BGSH, v_BGSH))
-        own_BNMRR = chains.by_chain(q_BNSH) @ chains.by_chain(k_BNSH).transpose(3, 4)
-        own_BNMRR = own_BNMRR.to(log_sum_BNS.dtype) * q_BNSH.shape[-1] ** -0.5
-        later_RR = torch.ones(R, R, dtype=torch.bool, device=own_BNMRR.device).triu(1)
-        own_BNSR = chains.flat(own_BNMRR.masked_fill(later_RR, float("-inf")))
-        weights = torch.cat([log_sum_BNS.unsqueeze(-1), own_BNSR], -1).softmax(-1).to(v_BNSH.dtype)
-        own_BNSH = chains.flat(chains.by_chain(weights[..., 1:]) @ chains.by_chain(v_BNSH))
-        return weights[..., :1] * mixed_BNSH + own_BNSH
+    def _by_depth(self, *values_BNS: Tensor) -> list[tuple[Tensor, ...]]:
+        return list(zip(*(each.split(self.widths, 2) for each in values_BNS), strict=True))
 
 
 FAMILY = Family(settings=PEagleSettings, build=PEagle, propose=ParallelDrafts)

@@ -92,6 +92,20 @@ def read_ranges(q_BNXH: Tensor, k_BMTH: Tensor, v_BMTH: Tensor, ranges: Ranges) 
     return mixed, log_sums
 
 
+def with_diagonals(q_BNXH: Tensor, mixed_BNXH: Tensor, log_sums_BNX: Tensor, own: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return the values `[B, N, X, H]` mixed in one softmax over what `read_ranges` gives and some keys of one's own.
+
+    `own` are keys and values `[B, M, X, H]`, of each of which a query sees those at its own place.
+    """
+    q, mixed, log_sums = (each.unflatten(1, (own[0][0].shape[1], -1)) for each in (q_BNXH, mixed_BNXH, log_sums_BNX))
+    scores = [(q * keys.unsqueeze(2)).sum(-1).to(log_sums.dtype) * q.shape[-1] ** -0.5 for keys, _ in own]
+    range_weight, *own_weights = torch.stack([log_sums, *scores]).softmax(0).to(mixed.dtype).unsqueeze(-1)
+    mixed = range_weight * mixed
+    for weight, (_, values) in zip(own_weights, own, strict=True):
+        mixed = mixed + weight * values.unsqueeze(2)
+    return mixed.flatten(1, 2)
+
+
 def read_by_flex(
     flex: Callable[..., Any], q_BNXH: Tensor, k_BMTH: Tensor, v_BMTH: Tensor, ranges: Ranges
 ) -> tuple[Tensor, Tensor]:
@@ -108,14 +122,35 @@ def _compiled_flex() -> Callable[..., Any]:
 
 
 class RowKeys(LayerKeys):
-    """The keys of the same positions in training, of which each reads its range."""
+    """Keys and values of one layer in training, of which each position reads its range.
 
-    def __init__(self, ranges: Ranges) -> None:
-        self.ranges = ranges
+    A head that is unrolled over its own states ("training-time test") has chains that start at many origins j at once. At depth
+    k the chain of origin j sees the depth-0 keys of the positions in its range, which are made of the target's states, and of
+    the deeper keys only its own: a causal block and a diagonal for each later depth, in one softmax. `origins_BX` are, at depth
+    0, the positions whose queries are wanted, and whose ranges are given; None: all.
+    """
+
+    def __init__(self, ranges: Ranges, *earlier: tuple[Tensor, Tensor], origins_BX: Tensor | None = None) -> None:
+        self.ranges, self.earlier, self.origins_BX = ranges, earlier, origins_BX
+
+    def next(self, ranges: Ranges) -> RowKeys:
+        return RowKeys(ranges, *self.earlier, self._own)
+
+    def of_queries(self, values_BTX: Tensor) -> Tensor:
+        if self.origins_BX is None:
+            return values_BTX
+        places_BX1 = self.origins_BX.to(values_BTX.device).unsqueeze(-1)  # a plan's values are on no device
+        return torch.take_along_dim(values_BTX, places_BX1, 1)
 
     def attend(self, attention: DraftAttention, states_BTX: Tensor, rotation: Rotation) -> Tensor:
-        k_BMTH, v_BMTH = attention.keys_values(states_BTX, rotation)
-        return attention.output(read_ranges(attention.queries(states_BTX, rotation), k_BMTH, v_BMTH, self.ranges)[0])
+        self._own = attention.keys_values(states_BTX, rotation)
+        first, *later = *self.earlier, self._own
+        cos_BTH, sin_BTH = map(self.of_queries, rotation)
+        q_BNTH = attention.queries(self.of_queries(states_BTX), (cos_BTH, sin_BTH))
+        mixed_BNTH, log_sum_BNT = read_ranges(q_BNTH, *first, self.ranges)
+        if later:
+            mixed_BNTH = with_diagonals(q_BNTH, mixed_BNTH, log_sum_BNT, later)
+        return attention.output(mixed_BNTH)
 
 
 class CachedKeys(LayerKeys):

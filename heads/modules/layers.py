@@ -130,7 +130,7 @@ def number_of(config: Any, name: str) -> int | None:
 class HeadLayer(GradientCheckpointingLayer):
     """A part of a head that runs as one under activation checkpointing, and a unit of FSDP2.
 
-    Run again in the backward, it notes again, the same, what later depths read (`heads.families.eagle3.UnrolledKeys`).
+    Run again in the backward, it notes again, the same, what later depths read (`heads.modules.attention.RowKeys`).
     """
 
     _gradient_checkpointing_func: Callable[..., Any]

@@ -59,11 +59,9 @@ class DraftLM:
 
     def start(self, tokens: Tokens, capacity: int, states: TargetStates | None = None) -> None:
         self._cache = new_cache(self.model, capacity)
-        prompts = [list(row[:-1]) for row in tokens]
-        longest = max(map(len, prompts))
-        if longest:  # else each is one token, which the first round reads
-            padded = [row + [0] * (longest - len(row)) for row in prompts]
-            ids_BT = torch.tensor(padded, device=self.model.device).clamp(max=self._last_id)
+        prompts = [row[:-1] for row in tokens]
+        if any(prompts):  # else each is one token, which the first round reads
+            ids_BT = row_tensor(prompts, self.model.device).clamp(max=self._last_id)
             forward_rows(self.model, self._cache, ids_BT, [0] * len(prompts))
         self._cached = [len(row) for row in prompts]
         self._proposed_from = list(self._cached)

@@ -26,11 +26,6 @@ class Tree:
     parents: tuple[int, ...]  # by draft; breadth first, siblings side by side in the order of their ranks
     candidates: Candidates = "without_replacement"  # how siblings are drawn, where they are, which names their rule too
 
-    def __post_init__(self) -> None:
-        comes_before = all(0 <= parent <= draft for draft, parent in enumerate(self.parents))
-        if not comes_before or list(self.parents) != sorted(self.parents):
-            raise ValueError(f"a tree's drafts go breadth first, each after its parent; got parents {list(self.parents)}")
-
     @classmethod
     def of(cls, paths: Sequence[Path], candidates: Candidates = "without_replacement") -> Tree:
         """Return the tree of the tokens with these paths (`configs.schema.decoding.StaticTree.all_paths`)."""

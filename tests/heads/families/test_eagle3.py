@@ -6,9 +6,9 @@ from torch import nn
 
 from configs.runtime.errors import InputError
 from configs.schema.heads import Eagle3Settings
-from heads.families.eagle3 import Eagle3, UnrolledKeys, copy_block, default_taps
+from heads.families.eagle3 import Eagle3, copy_block, default_taps
 from heads.families.registry import serve
-from heads.modules.attention import causal_ranges
+from heads.modules.attention import RowKeys, causal_ranges
 from heads.modules.interface import labelled_origins
 from tests.support import family_checks as checks
 from tests.support.naive_layers import NaiveBody
@@ -110,7 +110,7 @@ def test_a_head_that_starts_from_the_next_block_gives_what_that_block_would(name
     low_BTE, feature_BTE, after_BTE = states.taps_ABTE
     joined_BTF = torch.cat([torch.zeros_like(low_BTE), feature_BTE], -1)
     rotation = head.rotary(feature_BTE, batch.position_ids_BT)
-    unrolled = UnrolledKeys(causal_ranges(batch.position_ids_BT))
+    unrolled = RowKeys(causal_ranges(batch.position_ids_BT))
     states_BTD = head.layers[0](head.embed(batch.input_ids_BT), head.fuse(joined_BTF), rotation, unrolled)
     known_BT = batch.document_ids_BT >= 0
     torch.testing.assert_close(states_BTD[known_BT], after_BTE[known_BT], atol=tolerance, rtol=tolerance)

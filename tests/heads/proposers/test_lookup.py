@@ -21,6 +21,7 @@ from heads.proposers.suffixes import (
     OWN_WEIGHT,
     ROOT,
     SuffixAutomaton,
+    automaton_of,
     interpolated,
 )
 from heads.sampling.draws import CounterRNG
@@ -30,25 +31,10 @@ CPU = torch.device("cpu")
 TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=4)
 
 
-def grown(texts, order=None):
-    """An automaton of some texts, a token at a time, in turns or one text after another; and where each text ends."""
-    automaton, ends, places = SuffixAutomaton(), [ROOT] * len(texts), [0] * len(texts)
-    for number in order or [number for number, text in enumerate(texts) for _ in text]:
-        if places[number] < len(texts[number]):
-            ends[number] = automaton.extend(ends[number], texts[number][places[number]])
-            places[number] += 1
-    return automaton, ends
-
-
 def occurrences(texts, stretch):
     """Where a stretch ends, as (text, place after it)."""
     n = len(stretch)
     return [(t, end) for t, text in enumerate(texts) for end in range(n, len(text) + 1) if text[end - n : end] == stretch]
-
-
-def naive_match(texts, query):
-    """The longest suffix of a query that occurs."""
-    return max(n for n in range(len(query) + 1) if not n or occurrences(texts, query[len(query) - n :]))
 
 
 def naive_contexts(texts, query):
@@ -76,29 +62,11 @@ def naive_probabilities(own, past, query):
 
 
 @settings(deadline=None, max_examples=60)
-@given(TEXTS, st.lists(st.integers(0, 2), max_size=14), st.booleans())
-def test_matches_and_what_follows_them_are_those_that_a_search_finds(texts, query, in_turns):
-    order = [number for _ in range(12) for number in range(len(texts))] if in_turns else None
-    automaton, ends = grown(texts, order)
-    match = NOTHING
-    for place, token in enumerate(query):
-        match = automaton.follow(match, token)
-        assert match.length == naive_match(texts, query[: place + 1])
-    assert len(automaton) <= 2 * sum(map(len, texts)) + 1
-    for text, at in [(query, match), *((text, automaton.longest(end)) for text, end in zip(texts, ends, strict=True))]:
-        found = [(each.length, each.num_distinct, dict(each.likeliest)) for each in automaton.contexts(at)]
-        assert found[::-1] == [(length, len(counts), dict(counts)) for length, counts in naive_contexts(texts, text)]
-        assert all(each.total == sum(count for _, count in each.likeliest) for each in automaton.contexts(at))
-
-
-@settings(deadline=None, max_examples=60)
 @given(TEXTS, st.lists(st.integers(0, 2), min_size=1, max_size=14))
 def test_probabilities_are_the_mixture_over_the_suffixes_of_the_text_in_itself_and_in_answers(texts, text):
-    own, (end,) = grown([text])
-    past, _ = grown(texts)
-    match = NOTHING
+    own, end, past, match = SuffixAutomaton(), ROOT, automaton_of(texts), NOTHING
     for token in text:
-        match = past.follow(match, token)
+        end, match = own.extend(end, token), past.follow(match, token)
     found = interpolated(own.contexts(own.longest(end)), past.contexts(match))
     expected = naive_probabilities(text, texts, text)
     assert found == pytest.approx({token: expected.pop(token) for token in found}, abs=NEGLIGIBLE)
@@ -107,8 +75,9 @@ def test_probabilities_are_the_mixture_over_the_suffixes_of_the_text_in_itself_a
 
 
 def test_one_token_repeated_costs_no_more_than_its_length():
-    number = 20 * MAX_COUNTED
-    automaton, (end,) = grown([[7] * number])
+    number, automaton, end = 20 * MAX_COUNTED, SuffixAutomaton(), ROOT
+    for _ in range(number):
+        end = automaton.extend(end, 7)
     assert len(automaton) == number + 1
     assert [each.length for each in automaton.contexts(automaton.longest(end))] == list(range(MAX_SUFFIX, 0, -1))
 

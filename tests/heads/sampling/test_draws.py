@@ -82,31 +82,6 @@ def test_draws_invert_the_distribution_function_exactly():
     assert drawn.tolist() == [1, 1, 1, 3, 3, 4, 4]
 
 
-STEPS = 400
-
-
-def pair_shares(draw_pair, distribution):
-    """Give the share `[V, V]` of each ordered pair over a fine grid of both uniforms."""
-    steps = (torch.arange(STEPS, dtype=torch.float64) + 0.5) / STEPS
-    uniforms = torch.cartesian_prod(steps, steps)
-    first, second = draw_pair(distribution.expand(len(uniforms), -1), uniforms).T
-    counts = torch.bincount(first * len(distribution) + second, minlength=len(distribution) ** 2)
-    return counts.reshape(len(distribution), -1) / len(uniforms)
-
-
-PROBABILITIES = torch.tensor([0.5, 0.0, 0.2, 0.3], dtype=torch.float64)
-
-
-def test_draws_with_replacement_are_independent():
-    assert (pair_shares(draw_with_replacement, PROBABILITIES) - PROBABILITIES.outer(PROBABILITIES)).abs().max() < 2 / STEPS
-
-
-def test_draws_without_replacement_follow_the_distribution_without_what_was_drawn_renormalised():
-    exact = PROBABILITIES.outer(PROBABILITIES) / (1 - PROBABILITIES).unsqueeze(1)
-    exact.fill_diagonal_(0)
-    assert (pair_shares(draw_without_replacement, PROBABILITIES) - exact).abs().max() < 2 / STEPS
-
-
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
 def test_a_token_of_weight_0_is_never_drawn(uniform):
     distribution = torch.tensor([[0.0, 0.4, 0.6, 0.0]])
@@ -136,19 +111,6 @@ def assert_uniform_and_uncorrelated(values):
     assert float(((counts - 2000) ** 2 / 2000).sum()) < 19 + 4 * (2 * 19) ** 0.5
     for one, other in ((values[:, 1:], values[:, :-1]), (values[1:], values[:-1])):
         assert abs(float(torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1])) < 0.02
-
-
-def test_a_request_gets_the_same_numbers_wherever_it_stands_and_others_by_another_seed():
-    positions = torch.arange(5).expand(3, 5)
-    one = CounterRNG(3, [10, 20, 30], CPU)
-    other = CounterRNG(3, [30, 10], CPU)
-    rounds = torch.tensor([[5], [7], [5]])
-    assert torch.equal(
-        one.uniform(Role.DRAFT, positions, rounds)[0], other.uniform(Role.DRAFT, positions[:2], rounds[:2].flip(0))[1]
-    )
-    assert one.uniform(Role.TARGET, positions)[0, 0] != CounterRNG(4, [10], CPU).uniform(Role.TARGET, positions[:1])[0, 0]
-    one.keep_rows([2])
-    assert torch.equal(one.uniform(Role.TARGET, positions[:1])[0], other.uniform(Role.TARGET, positions[:2])[0])
 
 
 @pytest.mark.parametrize("role", [Role.DRAFT, Role.ACCEPT])

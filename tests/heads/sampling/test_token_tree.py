@@ -7,12 +7,6 @@ from configs.schema.decoding import StaticTree, TreeConfig
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, tree_from
 
 
-@pytest.mark.parametrize("parents", [[1], [0, 2], [-1], [0, 1, 3], [0, 1, 0]])
-def test_parents_that_are_no_tree_are_refused(parents):
-    with pytest.raises(ValueError, match="breadth first"):
-        Tree(tuple(parents))
-
-
 @pytest.mark.parametrize(
     ("settings_", "reason"),
     [
