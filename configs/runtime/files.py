@@ -6,11 +6,11 @@ Files and folders are written beside their place, synced and renamed. `folder_lo
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -122,15 +122,13 @@ def drop_leftovers(path: Path) -> None:
 
     Call it under `folder_lock`: nothing else may be writing `path`.
     """
-    if not path.parent.is_dir():
-        return
-    left = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}(?P<old>\.old)?")
-    found = [(other, match) for other in path.parent.iterdir() if (match := left.fullmatch(other.name)) and other.is_dir()]
-    for other, match in found:
-        if match["old"] and not path.exists():
-            other.replace(path)
-        else:
-            shutil.rmtree(other)
+    name = f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}"
+    for old in [*path.parent.glob(f"{name}.old")]:
+        if not path.exists():
+            old.replace(path)
+    for left in [*path.parent.glob(name), *path.parent.glob(f"{name}.old")]:
+        if left.is_dir():
+            shutil.rmtree(left)
 
 
 def sync_folder(folder: Path) -> None:

@@ -196,7 +196,7 @@ class Key(NamedTuple):
 def render_keys(schema: type[BaseModel], prefix: str = "") -> str:
     """Return the keys of a schema whose path begins with `prefix` as text, one or two lines each."""
     lines = []
-    for key in keys_of(schema):
+    for key in dict.fromkeys(keys_of(schema)):  # kinds of a section may have sections alike
         if key.path.startswith(prefix):
             default = f" = {key.default}" if key.default else ""
             kind = f"  [{key.kind}]" if key.kind else ""
@@ -211,28 +211,27 @@ def render_config(config: BaseModel) -> str:
     return yaml.safe_dump(mask_secrets(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True).rstrip()
 
 
-def keys_of(
-    model: type[BaseModel], above: str = "", kind: str = "", defaults: Mapping[str, Any] | None = None
-) -> Iterator[Key]:
-    """Yield the keys of a schema, top-down; `defaults` holds those that the section above sets for it."""
-    schema, sentences, defaults = model.model_json_schema(), _sentences(model), defaults or {}
-    for name, field in model.model_fields.items():
-        found, sections = schema["properties"][name], list(models_in(field.annotation))
-        is_section = isinstance(field.default, BaseModel)
-        default = defaults.get(name, found.get("default"))
-        yield Key(
-            path=above + name,
-            kind=kind,
-            type=_type(found),
-            default="" if field.is_required() or is_section else json.dumps(default),
-            sentence=sentences.get(name) or _summary([model] if "const" in found else [section for section, _ in sections]),
-        )
-        for section, index in sections:
-            inner = f"{above}{name}." + ("*." if index else "")
-            properties = section.model_json_schema()["properties"]
-            tags = [f"{tag}: {each['const']}" for tag, each in properties.items() if "const" in each]
-            inner_kind = next(iter(tags), "") if len(sections) > 1 else kind
-            yield from keys_of(section, inner, inner_kind, default if is_section and isinstance(default, dict) else {})
+def keys_of(schema: type[BaseModel]) -> Iterator[Key]:
+    """Yield the keys of a schema, a section after the other."""
+    set_above = _section_defaults(schema)
+    for path, model in _sections(schema):
+        defaults, sentences = set_above, _sentences(model)
+        for part in path:
+            defaults = defaults.get(part, {}) if isinstance(defaults, dict) else {}
+        kinds = get_args(model.model_fields["kind"].annotation) if "kind" in model.model_fields else ()
+        above = "".join(f"{part}." for part in path).replace(".0.", ".*.")
+        for name, found in model.model_json_schema()["properties"].items():
+            field = model.model_fields[name]
+            described = [model] if "const" in found else [each for each, _ in models_in(field.annotation)]
+            summary = (inspect.getdoc(described[0]) or "").partition("\n")[0] if len(described) == 1 else ""
+            has_default = not field.is_required() and not isinstance(field.default, BaseModel)
+            yield Key(
+                path=above + name,
+                kind=f"kind: {kinds[0]}" if kinds else "",
+                type=_type(found),
+                default=json.dumps(defaults.get(name, found.get("default"))) if has_default else "",
+                sentence=sentences.get(name) or summary,
+            )
 
 
 def _type(found: dict[str, Any]) -> str:
@@ -244,11 +243,6 @@ def _type(found: dict[str, Any]) -> str:
     if found.get("type") == "array":
         return f"list of {_type(found['items'])}" if "items" in found else "list"
     return str(found.get("type", "section"))
-
-
-def _summary(models: list[type[BaseModel]]) -> str:
-    """Return the first line of a section's docstring, where it is of one kind only."""
-    return (inspect.getdoc(models[0]) or "").partition("\n")[0] if len(models) == 1 else ""
 
 
 def _sentences(model: type[BaseModel]) -> dict[str, str]:

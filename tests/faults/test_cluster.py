@@ -64,11 +64,10 @@ def write_tools(folder, **texts):
         (folder / name).chmod(0o755)
 
 
-def run_slurm_job(folder, tools, *command, script="slurm.sbatch", **more):
+def run_slurm_job(folder, tools, *command, **more):
     """Run the job as Slurm does: a copy of the script, in the folder of the submission."""
-    text, script = (CLUSTER / script).read_text(), folder / "spooled"
-    # The batch shell's own number, for the stand-ins: Slurm knows whom to signal.
-    script.write_text(text.replace("set -euo pipefail", "set -euo pipefail; export JOB=$$"))
+    script = folder / "spooled"
+    script.write_text((CLUSTER / "slurm.sbatch").read_text())
     for name in ("scripts", "train"):
         if not (folder / name).exists():
             (folder / name).symlink_to(ROOT / name)
@@ -197,79 +196,6 @@ def test_training_does_not_outlive_the_terminal_that_a_node_was_started_from(tmp
         time.sleep(0.02)
     node.send_signal(signal.SIGHUP)
     assert node.wait(30) == TERMINATED
-
-
-# Runs a step as Slurm would, and notes what was asked for and by which process.
-STEP = """#!/usr/bin/env bash
-while [[ "$1" == -* ]]; do [[ "$1" == --nodelist=* ]] && nodes="${1#*=}"; shift; done
-export SLURM_PROCID=0
-"$@" &
-echo $! > "step-$nodes"
-trap 'kill $!' TERM
-wait $!
-"""
-SCANCEL = """#!/usr/bin/env bash
-echo "$@" > stopped
-kill -TERM "$(cat step-three)"
-"""
-# Prints the line of a server where it is asked for one; elsewhere it stands for the launcher, and has the job asked to stop.
-LINE_OR_LAUNCHER = """#!/usr/bin/env bash
-if [[ "$2" == scripts.serve_states ]]; then
-    echo "$@" > asked
-    echo 'VLLM_API_KEY="${SERVER_KEY:?}" serve'
-    exit
-fi
-echo "$@" > trained
-trap 'told=yes' TERM
-kill -TERM "$JOB"
-for _ in {1..500}; do [[ -n "${told:-}" ]] && break; sleep 0.02; done
-echo 143 > "$DRAFTSMITH_EXIT_CODE_FILE"
-exit 1
-"""
-SERVER = """#!/usr/bin/env bash
-echo "$VLLM_API_KEY" > served
-exec sleep 60
-"""
-HEALTH = """#!/usr/bin/env bash
-[[ -s served ]]
-"""
-
-
-def test_a_job_with_servers_gives_training_their_addresses_and_asks_training_alone_to_stop(tmp_path):
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    hosts = SCONTROL.replace("localhost\\nnever-asked", "one\\ntwo\\nthree")
-    write_tools(tools, srun=STEP, scontrol=hosts, scancel=SCANCEL, python=LINE_OR_LAUNCHER, serve=SERVER, curl=HEALTH)
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    (disk / "of others").touch()
-    told = {"SERVER_NODES": "2", "STATES": str(disk), "SERVER_SETUP": "true", "PYTHON": str(tools / "python")}
-    told["SERVER_KEY"] = "the-key"
-    job = partial(run_slurm_job, tmp_path, tools, "train/heads.py", "--config", "a.yaml", script="slurm_states.sbatch")
-    ended = job(**told, SLURM_JOB_NUM_NODES="3")
-    assert ended.returncode == TERMINATED, ended.stderr
-    assert (tmp_path / "served").read_text() == "the-key\n"
-    assert "the-key" not in ended.stdout + ended.stderr
-    assert (tmp_path / "requeued").read_text() == "77\n"
-    assert (tmp_path / "stopped").read_text() == "--signal=TERM 77.1\n"
-    given = f"--config a.yaml --set target.states.urls=[http://one:8000/v1,http://two:8000/v1] target.states.path={disk}/77"
-    given += " target.states.api_key_variable=SERVER_KEY"
-    assert (tmp_path / "asked").read_text() == f"-m scripts.serve_states {given}\n"
-    assert (tmp_path / "trained").read_text().endswith(f"train/heads.py {given}\n")
-    for nodes in ("one,two", "three"):
-        assert_ends(int((tmp_path / f"step-{nodes}").read_text()))
-    assert [path.name for path in disk.iterdir()] == ["of others"]
-    alone = job(**told | {"SERVER_NODES": "3"})
-    assert alone.returncode == 2
-    assert "SERVER_NODES=3 leaves none of 3 nodes for training" in alone.stderr
-
-
-def assert_ends(pid, seconds=10):
-    """A process is gone within some seconds."""
-    until = time.monotonic() + seconds
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < until, f"process {pid} is still there"
-        time.sleep(0.05)
 
 
 # --- the files ----------------------------------------------------------------------------------------------------------

@@ -26,10 +26,10 @@ STEPS, EVERY = 6, 3
 TOLERANCE = 1e-5  # of a loss, as a share; of a weight
 
 
-def launch_arguments(recipe, *more):
+def launch_arguments(recipe):
     """Return the arguments of `accelerate launch` with this recipe, as it completes them."""
     port = ["--main_process_port", str(free_port())]  # the default may be in use here
-    arguments = launch_command_parser().parse_args(["--config_file", str(recipe), *port, *more, "train/distill.py"])
+    arguments = launch_command_parser().parse_args(["--config_file", str(recipe), *port, "train/distill.py"])
     arguments, defaults, _ = _validate_launch_command(arguments)
     if arguments.use_deepspeed:
         arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)

@@ -85,7 +85,7 @@ def _time(plan: Plan) -> str:
         f"work: {sum(plan.flops.values()) / 1e6:,.1f} MFLOP a token of the batch ({parts})\n"
         f"step: {plan.step_seconds:.3g} s for {tokens:,.0f} tokens at {100 * hardware.utilisation:.0f} % of "
         f"{hardware.machine.tflops:g} TFLOP/s, no communication\n"
-        f"pace: {float(f'{plan.tokens_per_second:.3g}'):,.0f} tokens/s; {plan.steps:,} steps, {epochs:.2g} epochs: "
+        f"pace: {float(f'{tokens / plan.step_seconds:.3g}'):,.0f} tokens/s; {plan.steps:,} steps, {epochs:.2g} epochs: "
         f"{plan.hours:.3g} hours of training steps"
     )
 

@@ -11,7 +11,7 @@ take, what processes send each other, and all work but matrix products. Packed r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,11 +126,6 @@ class Plan:
         return schedule.max_steps or schedule.epochs * math.ceil(self.work.num_conversations / a_step)
 
     @property
-    def tokens_per_second(self) -> float:
-        """Of all processes together."""
-        return self.num_processes * self.tokens_per_step / self.step_seconds
-
-    @property
     def hours(self) -> float:
         """Of all training steps; held-out decoding and checkpoints come on top."""
         return self.steps * self.step_seconds / 3600
@@ -182,7 +177,7 @@ def memory_of(config: PlanConfig, models: PlannedModels, label_share: float) -> 
     kv_of_token = 2 * num_blocks(target) * shape.num_key_value_heads * shape.head_width * dtype_size
     kv_tokens = min(decode.batch_size, config.held_out.num_prompts) * (config.data.max_length + decode.max_new_tokens)
     return {
-        "target weights": _bytes_of(target.parameters()),
+        "target weights": _bytes_of(target),
         "draft weights": WIDE * trained,
         "draft casts": 2 * trained if mixed else 0,  # copies of the weights in 16 bits, kept for the backward
         "frozen draft": WIDE * frozen_copies(models.draft),
@@ -196,70 +191,48 @@ def memory_of(config: PlanConfig, models: PlannedModels, label_share: float) -> 
     }
 
 
-def needed_bytes(
-    memory: Mapping[str, int],
-    engine: Sharing,
-    num_accelerators: int,
-    *,
-    target_block: int,
-    target_outside: int = 0,
-    head: bool = False,
-    accumulates: bool = False,
-) -> int:
-    """Return the bytes on one accelerator, of a spread target the one that holds the rest as well.
-
-    `target_block` is its largest block, whole while it runs under `shards`; `target_outside` what each process of a group
-    holds. FSDP2 gathers a `head` as a whole; one that `accumulates` splits gradients after a step's last micro-batch. Where
-    weights are split, a whole draft and a copy of it are there before.
-    """
-    n = 1 if engine.alone else num_accelerators
-    target: float = memory["target weights"]
-    if engine.spreads_target:
-        target = target / num_accelerators + target_block
-    if engine.group > 1:
-        target = target_outside + (target - target_outside) / engine.group + target_block
-    split = 1 if engine.stage < 3 or head else n
-    whole_gradients = engine.stage < 2 or (engine.recipe == "fsdp2" and (head or accumulates))
-    own = {
-        "target weights": target,
-        "draft weights": memory["draft weights"] / split,
-        "draft casts": memory["draft casts"] / split,
-        "gradients": memory["gradients"] / (1 if whole_gradients else n),
-        "optimizer states": memory["optimizer states"] / (n if engine.stage >= 1 else 1),
-    }
-    if engine.offloads_states:  # what stays is the 16-bit copy that runs
-        own |= {"draft weights": 0.0, "optimizer states": 0.0}
-    at_the_start = target + 2 * memory["draft weights"] + memory["frozen draft"] if engine.stage == 3 else 0
-    return math.ceil(max(sum({**memory, **own}.values()), at_the_start))
-
-
 def try_engines(config: PlanConfig, models: PlannedModels, memory: Mapping[str, int]) -> list[Fit]:
     """Return the ways for this number of processes, each with the bytes it needs and the reason why it does not fit."""
     machine, n = config.hardware.machine, config.hardware.num_accelerators
-    room, head = machine.memory_gib * GIBIBYTE * HEADROOM, isinstance(config, PlanHeadsConfig)
-    of_blocks = [_bytes_of(each.parameters()) for each in blocks(models.target)]
-    ends = models.target.get_input_embeddings(), models.target.get_output_embeddings()
+    room = machine.memory_gib * GIBIBYTE * HEADROOM
     on_host = sum(memory[part] for part in ("optimizer states", "draft weights", "gradients")) / n
     fits: list[Fit] = []
     for engine in _ways(config):
         if engine.group > 1 and any(fit.engine.group > 1 and fit.complaint is None for fit in fits):
             continue  # a smaller group does
-        needed = needed_bytes(
-            memory,
-            engine,
-            n,
-            target_block=max(*of_blocks, *(_bytes_of(each.parameters()) for each in ends)),
-            target_outside=memory["target weights"] - sum(of_blocks),
-            head=head,
-            accumulates=config.schedule.gradient_accumulation_steps > 1,
-        )
-        complaint = None
+        needed, complaint = _bytes_by(engine, config, models, memory), None
         if needed > room:
             complaint = f"more than {room / GIBIBYTE:.1f} GiB"
         elif engine.offloads_states and on_host > machine.host_memory_gib * GIBIBYTE:
             complaint = f"the host's {machine.host_memory_gib:g} GiB for each accelerator do not hold the optimiser's states"
         fits.append(Fit(engine=engine, num_bytes=needed, complaint=complaint))
     return fits
+
+
+def _bytes_by(engine: Sharing, config: PlanConfig, models: PlannedModels, memory: Mapping[str, int]) -> int:
+    """Return the bytes on one accelerator, of a spread target the one that holds the rest as well."""
+    n, head = config.hardware.num_accelerators, isinstance(config, PlanHeadsConfig)
+    own: dict[str, float] = {**memory}
+    of_blocks = [_bytes_of(each) for each in blocks(models.target)]
+    ends = models.target.get_input_embeddings(), models.target.get_output_embeddings()
+    largest = max(*of_blocks, *map(_bytes_of, ends))  # is whole while it runs
+    if engine.spreads_target:
+        own["target weights"] = memory["target weights"] / n + largest
+    if engine.group > 1:
+        own["target weights"] -= sum(of_blocks) * (1 - 1 / engine.group) - largest
+    if engine.stage >= 1:
+        own["optimizer states"] /= n
+    # FSDP2 gathers a head as a whole, and splits gradients after a step's last micro-batch.
+    gathers = engine.recipe == "fsdp2" and (head or config.schedule.gradient_accumulation_steps > 1)
+    if engine.stage >= 2 and not gathers:
+        own["gradients"] /= n
+    if engine.stage == 3 and not head:
+        own |= {name: own[name] / n for name in ("draft weights", "draft casts")}
+    if engine.offloads_states:  # what stays is the 16-bit copy that runs
+        own |= {"draft weights": 0.0, "optimizer states": 0.0}
+    # Where weights are split, a whole draft and a copy of it are there before.
+    at_the_start = own["target weights"] + 2 * memory["draft weights"] + memory["frozen draft"]
+    return math.ceil(max(sum(own.values()), at_the_start if engine.stage == 3 else 0))
 
 
 def _ways(config: PlanConfig) -> list[Sharing]:
@@ -314,5 +287,5 @@ def _measure_workload(config: PlanConfig) -> Workload:
     return Workload(**given | {"mean_tokens": min(given["mean_tokens"], max_length)})
 
 
-def _bytes_of(weights: Iterable[nn.Parameter]) -> int:
-    return sum(each.numel() * each.element_size() for each in weights)
+def _bytes_of(module: nn.Module) -> int:
+    return sum(each.numel() * each.element_size() for each in module.parameters())

@@ -22,7 +22,6 @@ from configs.runtime.files import (
     new_folder,
     read_json,
     read_jsonl,
-    read_text,
     write_json,
     write_text,
 )
@@ -86,17 +85,6 @@ def test_malformed_json_lines_are_refused_with_their_number(tmp_path, content, c
     path.write_text(content)
     with pytest.raises(InputError, match=complaint):
         list(read_jsonl(path, "rows"))
-
-
-def test_what_cannot_be_read_is_named_with_its_role(tmp_path):
-    with pytest.raises(InputError, match=r"report not found: .*missing.json"):
-        read_json(tmp_path / "missing.json", "report")
-    (tmp_path / "broken.json").write_text("{")
-    with pytest.raises(InputError, match=r"report .*broken.json is not JSON"):
-        read_json(tmp_path / "broken.json", "report")
-    (tmp_path / "latin.txt").write_bytes(b"\xe4")
-    with pytest.raises(InputError, match="cannot read report"):
-        read_text(tmp_path / "latin.txt", "report")
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EIO])
