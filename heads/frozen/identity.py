@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import tempfile
 import zipfile
 from collections.abc import Iterable
@@ -31,8 +30,6 @@ from configs.schema.target import IDENTITY, TargetConfig
 from heads.frozen.weights import INDEX_FILE, SINGLE_FILE, files_by_key, indexed_files
 
 REMEMBERED_BYTES = 2**27  # smaller files are hashed in a blink
-START_BYTES = 2**20
-SHA256 = re.compile("[0-9a-f]{64}")
 WEIGHT_PATTERNS = ("*.safetensors", "*.gguf")
 HUB_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]  # besides the weights
 CODE_FILES = ["*.py"]  # that a model brings along
@@ -156,26 +153,21 @@ def hash_files(paths: Iterable[Path]) -> str:
 def remembered_sha256(path: Path) -> str:
     """Return the SHA-256 of a file, in hex; a large one is read once a machine, while the other processes wait for it.
 
-    It is known again by its path, size, time of change and first bytes, which in safetensors and GGUF files name the tensors.
+    It is known again by its path, size, number, and the time that the system notes at any change, which nobody can set.
     """
     try:
         path, state = path.resolve(), path.stat()
-        if state.st_size < REMEMBERED_BYTES:
-            return sha256_of(path)
-        with path.open("rb") as file:
-            start = hashlib.sha256(file.read(START_BYTES)).hexdigest()
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
-    folder = downloads_folder() / "hashes"
-    known = folder / fingerprint(str(path), state.st_size, state.st_mtime_ns, start)
+    if state.st_size < REMEMBERED_BYTES:
+        return sha256_of(path)
+    known = downloads_folder() / "hashes" / fingerprint(str(path), state.st_size, state.st_ino, state.st_ctime_ns)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        known.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(known.with_suffix(".lock")):
-            if known.is_file() and SHA256.fullmatch(found := known.read_text(encoding="utf-8")):
-                return found
-            found = sha256_of(path)
-            write_text(known, found)
-            return found
+            if not known.is_file():
+                write_text(known, sha256_of(path))
+            return known.read_text(encoding="utf-8")
     except (OSError, InputError):  # a folder that cannot be written, or locked
         return sha256_of(path)
 

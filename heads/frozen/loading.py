@@ -171,7 +171,13 @@ def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: 
     return Target(
         model=model,
         tokenizer=tokenizer,
-        identity=_identify(path, config, tokenizer),
+        identity=TargetIdentity(
+            name=redact(config.name),  # the identity is written into everything
+            revision=None if config.revision is None else redact(config.revision),
+            weights_sha256=hash_weights(path),
+            tokenizer_sha256=hash_tokenizer(tokenizer),
+            chat_template_sha256=hash_chat_template(tokenizer),
+        ),
         eos_token_ids=_eos_token_ids(model, tokenizer),
         spread_by=None if config.device_map is None and group is None else config,
         group=group,
@@ -234,17 +240,6 @@ def _read(
             f"target.name: {path} does not hold a causal LM and its tokenizer: {first_line(error)} (where its tokens are no "
             "text, set target.tokens to ids)"
         ) from error
-
-
-def _identify(path: Path, config: TargetConfig, tokenizer: PreTrainedTokenizerBase) -> TargetIdentity:
-    """Return the identity of the target at a path."""
-    return TargetIdentity(
-        name=redact(config.name),  # the identity is written into everything
-        revision=None if config.revision is None else redact(config.revision),
-        weights_sha256=hash_weights(path),
-        tokenizer_sha256=hash_tokenizer(tokenizer),
-        chat_template_sha256=hash_chat_template(tokenizer),
-    )
 
 
 def _load_model(path: Path, config: TargetConfig, device: torch.device) -> PreTrainedModel:

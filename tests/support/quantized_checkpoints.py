@@ -68,19 +68,8 @@ def fp8(
 def mxfp4(weight: Tensor) -> Packed:
     """gpt-oss: E2M1 numbers with a power of two for every 32 inputs; experts are stored outputs first, and run inputs first."""
     experts, inputs, outputs = weight.shape
-    blocks = torch.zeros(experts, outputs, inputs // 32, 16, dtype=torch.uint8)
-    scales = torch.zeros(experts, outputs, inputs // 32, dtype=torch.uint8)
-    meant = torch.zeros(weight.shape, dtype=torch.float64)
-    for expert, output, group in np.ndindex(*scales.shape):
-        values = weight[expert, group * 32 : group * 32 + 32, output].double()
-        exponent = int(np.floor(np.log2(float(values.abs().max()) / 6))) + 1
-        scales[expert, output, group] = exponent + 127
-        codes = []
-        for place, value in enumerate(values.tolist()):
-            code = min(range(8), key=lambda code: abs(E2M1[code] - abs(value) / 2.0**exponent))
-            codes.append(code + 8 * (value < 0))
-            meant[expert, group * 32 + place, output] = (-1) ** (value < 0) * E2M1[code] * 2.0**exponent
-        blocks[expert, output, group] = torch.tensor(
-            [low | high << 4 for low, high in zip(codes[::2], codes[1::2], strict=True)]
-        )
-    return {"_blocks": blocks, "_scales": scales}, meant
+    codes = torch.randint(16, (experts, outputs, inputs))
+    exponents = torch.randint(-6, -2, (experts, outputs, inputs // 32))
+    meant = torch.tensor([*E2M1, *(-number for number in E2M1)]).double()[codes] * 2.0 ** exponents.repeat_interleave(32, -1)
+    blocks = (codes[..., ::2] | codes[..., 1::2] << 4).reshape(experts, outputs, inputs // 32, 16)
+    return {"_blocks": blocks.to(torch.uint8), "_scales": (exponents + 127).to(torch.uint8)}, meant.transpose(1, 2)

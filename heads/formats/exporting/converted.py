@@ -50,13 +50,9 @@ def gguf_draft_lm(source: Source) -> ExportLayout:
 
 def gguf_eagle3(source: Source) -> ExportLayout:
     """Return EAGLE-3 for llama.cpp: with one layer, three taps and none of the norms that it does not know."""
-    settings = source.settings
     source.require("llama.cpp's EAGLE-3", num_layers=1, qk_norm=False)
-    if len(settings.taps or ()) != 3:
-        raise InputError(
-            f"head.taps names {len(settings.taps or ())} of the target's states, and llama.cpp's EAGLE-3 reads three"
-        )
-    whole = replace(source, settings=settings.model_copy(update={"window": None}))
+    source.require_three_taps("llama.cpp's EAGLE-3")
+    whole = replace(source, settings=source.settings.model_copy(update={"window": None}))
     return _as_gguf(whole, speculators.eagle(whole), "draft-eagle3", source.window_note("llama.cpp"))
 
 

@@ -34,10 +34,7 @@ def sglang_eagle(source: Source) -> ExportLayout:
     settings = source.settings
     source.require("SGLang's form", norm_before_residual=False, num_layers=1, norm_joined_taps=False, own_embedding=False)
     source.require("SGLang's form", qk_norm=False)  # of Llama's layers
-    if len(settings.taps or ()) != 3:
-        raise InputError(
-            f"head.taps names {len(settings.taps or ())} of the target's states, and the form has a place for three"
-        )
+    source.require_three_taps("SGLang's form")
     shape, vocab_size = source.shape, source.target.vocab_size
     config = layer_config(shape, "llama", 1, vocab_size) | {
         "architectures": ["LlamaForCausalLMEagle3"],

@@ -186,6 +186,10 @@ class Source:
             f"{engine} attends to all of a text, training to {window} tokens of it: in longer texts fewer drafts are accepted.",
         )
 
+    def require_three_taps(self, engine: str) -> None:
+        if len(taps := self.settings.taps or ()) != 3:
+            raise InputError(f"head.taps names {len(taps)} of the target's states, and {engine} has a place for three")
+
     def require(self, engine: str, **wanted: Any) -> None:
         """Refuse other settings than these, False and None alike, which are all that an engine has a place for."""
         for key, value in wanted.items():

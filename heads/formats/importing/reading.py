@@ -132,11 +132,7 @@ def _flat_eagle(config: dict[str, Any], weights: Weights, layer_ids: LayerIds) -
     settings = _eagle_settings(options, config, weights, layer_ids, normed_by_default=False)
     parallel = "mask_hidden" in weights
     if parallel:
-        masks = {key: options[key] for key in MASK_KEYS if key in options}
-        if len(set(masks.values())) > 1:
-            named = ", ".join(f"{key} {value}" for key, value in masks.items())
-            raise InputError(f"its config names different mask tokens: {named}; leave the one it was trained with")
-        settings["mask_token_id"] = next(iter(masks.values()), None)
+        settings["mask_token_id"] = next((options[key] for key in MASK_KEYS if key in options), None)
     else:
         settings["norm_feedback"] = options.get("norm_output", False)
     return ExternalDraft(
