@@ -81,6 +81,7 @@ def compare_perplexity(target: Target, pairs: Sequence[Pair]) -> dict[str, Any]:
         rows.append((nats, len(plain.tokens), other, len(speculative.tokens)))
     return intervals(
         _by_prompt(pairs, rows),
+        are_ratios=True,
         autoregressive=lambda sums: np.exp(sums[0] / sums[1]),
         speculative=lambda sums: np.exp(sums[2] / sums[3]),
         ratio=lambda sums: np.exp(sums[2] / sums[3] - sums[0] / sums[1]),
@@ -116,9 +117,11 @@ def _by_prompt(pairs: Sequence[Pair], rows: Sequence[Sequence[float]]) -> list[F
     return list(np.stack(list(sums.values()), axis=1))
 
 
-def intervals(columns: Sequence[Floats], **statistics: Callable[[Floats], Floats]) -> dict[str, Any]:
+def intervals(
+    columns: Sequence[Floats], *, are_ratios: bool = False, **statistics: Callable[[Floats], Floats]
+) -> dict[str, Any]:
     """Return each statistic of the columns' sums as a number and its `_ci`."""
-    return fields_of({name: statistic_interval(each, *columns) for name, each in statistics.items()})
+    return fields_of({name: statistic_interval(each, *columns, is_ratio=are_ratios) for name, each in statistics.items()})
 
 
 def nats_of(target: Target, answer: Generation) -> float:
@@ -131,7 +134,7 @@ def nats_of(target: Target, answer: Generation) -> float:
 def unseen_change(num_prompts: int, level: float = LEVEL) -> list[float]:
     """Return the interval of a mean difference of scores from 0 to 1 where none changed on so many prompts.
 
-    The bootstrap would say that nothing can ever change. Were a share x of prompts to change, none of n would with probability
+    The jackknife would say that nothing can ever change. Were a share x of prompts to change, none of n would with probability
     (1 - x)^n; the bound is where that is (1 - level) / 2 (Clopper and Pearson, 1934).
     """
     bound = 1 - ((1 - level) / 2) ** (1 / num_prompts)

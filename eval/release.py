@@ -217,7 +217,7 @@ def _held(
     if found.point is None:
         outcome, reason = "fail", "not measured in this report"
     elif low is None or high is None:
-        outcome, reason = "inconclusive", "no interval: fewer than two prompts (or batches, for speed) were measured"
+        outcome, reason = "inconclusive", "no interval: fewer than three prompts (or batches, for speed) were measured"
     elif (minimum is not None and low >= minimum) or (maximum is not None and high <= maximum):
         outcome, reason = "pass", ""
     elif (minimum is not None and high < minimum) or (maximum is not None and low > maximum):

@@ -128,15 +128,15 @@ def speed_change(report: Report, other: Report, suite: str | None = None) -> Cha
 def _change(above: Sequence[Sequence[Column]], below: Sequence[Sequence[Column]]) -> Change | None:
     """Return how a product of the sums `above` over that of those `below` changed, each for ours and theirs.
 
-    Both sides are resampled together, so that what makes a prompt hard or easy for both cancels. Clusters come in the same
-    order on both sides. `None` where one has nothing to divide by.
+    What makes a prompt hard or easy for both sides cancels. Clusters come in the same order on both. `None` where one has
+    nothing to divide by.
     """
     columns, size = [*above[0], *below[0], *above[1], *below[1]], len(above[0])
 
     def number(sums: Any) -> Any:
         return sums[:size].prod(axis=0) / sums[size:].prod(axis=0)
 
-    found = statistic_interval(lambda sums: number(sums[: 2 * size]) / number(sums[2 * size :]), *columns)
+    found = statistic_interval(lambda sums: number(sums[: 2 * size]) / number(sums[2 * size :]), *columns, is_ratio=True)
     if found.point is None:
         return None
     table = np.array(columns, dtype=np.float64)

@@ -151,8 +151,8 @@ class AcceptanceSection(ClosedSection):
     each round, and neither the prefill's token nor anything behind the end of a text. Plain decoding is exactly 1. Written τ;
     also called acceptance length or block efficiency."""
     tokens_per_target_step_ci: Bounds
-    """Brackets hold a 95 % interval: a percentile bootstrap that draws whole prompts (for seconds, whole batches) with
-    replacement and divides sums, with both sides of a ratio from the same draw, and tails widened for few prompts."""
+    """Brackets hold a 95 % interval: Student's t over whole prompts (for seconds, whole batches), of the logarithm of a ratio
+    of sums, with the jackknife's standard error. Below three prompts (or batches) there is none."""
     tokens_per_target_step_macro: Number
     """The mean over prompts of each prompt's own tokens per target step."""
     tokens_per_target_step_macro_ci: Bounds

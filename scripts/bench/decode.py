@@ -36,7 +36,7 @@ from heads.frozen.loading import Target, load_target, move
 from heads.inference.lean_forward import make_lean
 from heads.proposers.lookup import PromptLookup, SuffixLookup
 from heads.proposers.protocol import Proposer
-from scripts.bench.harness import SEED, SideTurns, last_prompts, speed_ratio, take_turns, write_results
+from scripts.bench.harness import SideTurns, last_prompts, speed_ratio, take_turns, write_results
 
 log = logging.getLogger("draftsmith")
 
@@ -64,7 +64,6 @@ class DecodeBenchConfig(Settings):
     branching: list[PositiveInt] = [3, 2, 1]  # of the trees
     max_new_tokens: PositiveInt = 48
     repeats: PositiveInt = 2  # timed runs of every side on every prompt; sampled runs take another seed each time
-    bootstrap_samples: PositiveInt = 2000
     output: str = "docs/results/decode.json"
 
 
@@ -211,7 +210,7 @@ def generate(target: Target, assistant: PreTrainedModel | None, max_new_tokens: 
 
 
 def summarise(config: DecodeBenchConfig, way: Way, table: Turns) -> dict[str, Any]:
-    samples, plain, own = config.bootstrap_samples, table[way.plain.name], table[way.name]
+    plain, own = table[way.plain.name], table[way.name]
     # Greedy answers are checked token by token; sampling rules are enumerated in the tests, and their samples not tested here.
     pair = first_answers(plain), first_answers(own)
     judged = judge_lossless(way.target, *pair, way.settings, LosslessConfig(), None)
@@ -226,23 +225,23 @@ def summarise(config: DecodeBenchConfig, way: Way, table: Turns) -> dict[str, An
         "temperature": way.settings.temperature,
         "drafts_a_round": sum(drafted) / len(drafted) if drafted else None,  # particles have no rounds
         "lossless": judged["verdict"] if judged["checks"] or way.settings.lossy else "by its rule",
-        "tau": ratio_interval(*counts_of(own), samples=samples, seed=SEED),
+        "tau": ratio_interval(*counts_of(own)),
         "speedup": Interval(speed["decode_speedup"], *(speed["decode_speedup_ci"] or ())),
     }
 
 
 def beside_transformers(config: DecodeBenchConfig, ways: list[Way], table: Turns) -> dict[str, Interval]:
     """Return our speeds over transformers', and our share of time beside the models' forwards, by each of our forwards."""
-    samples, ratios = config.bootstrap_samples, {}
+    ratios = {}
     for way in ways:
         prefix = "" if way.forward == "transformers" else f"{way.forward}_"
         for ours, theirs, name in ((way, ASSISTED, "speed_vs_transformers_assisted"), (way.plain, GENERATE, PLAIN_SPEED)):
-            ratio = speed_ratio(table[ours.name], table[theirs], lambda each: len(each.generation.tokens), samples=samples)
+            ratio = speed_ratio(table[ours.name], table[theirs], lambda each: len(each.generation.tokens))
             ratios[prefix + name] = ratio
         timings = [[turn.result.timing for turn in turns if turn.result.timing] for turns in table[way.name]]
         overhead = [sum(each.overhead_seconds for each in own) for own in timings]
         whole = [sum(each.decode_seconds for each in own) for own in timings]
-        ratios[f"{prefix}overhead_share"] = ratio_interval(overhead, whole, samples=samples, seed=SEED)
+        ratios[f"{prefix}overhead_share"] = ratio_interval(overhead, whole)
     return ratios
 
 
@@ -251,7 +250,7 @@ def between_ways(config: DecodeBenchConfig, forward: str, table: Turns) -> dict[
     ratios = {}
     for name, pair in COMPARED.items():
         columns = [column for way in pair for column in counts_of(table[f"{way}, {DRAFT_LM}, {forward}"])]
-        ratios[name] = paired_ratio_interval(*columns, samples=config.bootstrap_samples, seed=SEED)
+        ratios[name] = paired_ratio_interval(*columns)
     return ratios
 
 

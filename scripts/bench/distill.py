@@ -43,7 +43,7 @@ from eval.stats import Interval, paired_ratio_interval
 from heads.frozen.loading import load_target
 from heads.metadata import read_metadata
 from heads.modules.interface import NO_DOCUMENT, Batch
-from scripts.bench.harness import SEED, SideTurns, run_module, speed_ratio, take_turns, write_results
+from scripts.bench.harness import SideTurns, run_module, speed_ratio, take_turns, write_results
 from train.launch import make_accelerator
 from train.loop.engines import make_optimizer
 from train.tasks.draft import DraftTask
@@ -76,20 +76,18 @@ class DistillBenchConfig(Settings):
     loss: LossBenchConfig = LossBenchConfig()
     num_batches: PositiveInt = 12  # timed optimiser steps by side
     trl_batch_size: PositiveInt = 4  # conversations a batch beside TRL's trainer
-    bootstrap_samples: PositiveInt = 2000
     output: str = "docs/results/distill.json"
 
 
 def compare_distillation(config: DistillBenchConfig) -> int:
     recipe = DistillConfig.model_validate(read_metadata(Path(config.draft)).training)
-    samples = config.bootstrap_samples
-    rows, loss_ratios, agrees = measure_losses(config.loss, samples)
+    rows, loss_ratios, agrees = measure_losses(config.loss)
     with TemporaryDirectory(prefix="bench-distill-") as scratch:
         sides = Sides(config, recipe, Path(scratch))
         cached, beside_trl = sides.compare_cached(), sides.compare_with_trl() if TRL_IS_INSTALLED else {}
-    ratios = {"cached_speed_vs_online": speed_ratio(cached[CACHED], cached[ONLINE], lambda _: 1.0, samples=samples)}
+    ratios = {"cached_speed_vs_online": speed_ratio(cached[CACHED], cached[ONLINE], lambda _: 1.0)}
     if beside_trl:
-        ratios["tokens_per_second_vs_trl_gkd"] = speed_ratio(beside_trl[SAME_WORK], beside_trl[GKD], float, samples=samples)
+        ratios["tokens_per_second_vs_trl_gkd"] = speed_ratio(beside_trl[SAME_WORK], beside_trl[GKD], float)
     rows += [*step_rows(cached, recipe.schedule.batch_size), *step_rows(beside_trl, config.trl_batch_size)]
     write_results(
         config.output,
@@ -228,7 +226,7 @@ def step_rows(turns: dict[str, SideTurns[int]], batch_size: int) -> list[dict[st
 # --- the loss -----------------------------------------------------------------------------------------------------------
 
 
-def measure_losses(config: LossBenchConfig, samples: int) -> tuple[list[dict[str, Any]], dict[str, Interval], bool]:
+def measure_losses(config: LossBenchConfig) -> tuple[list[dict[str, Any]], dict[str, Interval], bool]:
     """Return rows, the ratios of our memory and time over the plain loss's, and whether both have the same value."""
     sides = {name: partial(measure_pass, config, name) for name in (OURS, UNCHUNKED)}
     turns = take_turns(sides, range(config.repeats), 1, description="losses")
@@ -240,7 +238,7 @@ def measure_losses(config: LossBenchConfig, samples: int) -> tuple[list[dict[str
     ratios, ones = {}, [1.0] * config.repeats
     for place, what in enumerate(("peak_memory", "time")):
         ours, theirs = ([each[place] for each in passes[name]] for name in (OURS, UNCHUNKED))
-        ratios[f"loss_{what}_vs_unchunked"] = paired_ratio_interval(ours, ones, theirs, ones, samples=samples, seed=SEED)
+        ratios[f"loss_{what}_vs_unchunked"] = paired_ratio_interval(ours, ones, theirs, ones)
     return rows, ratios, math.isclose(passes[OURS][0][2], passes[UNCHUNKED][0][2], rel_tol=1e-3)
 
 

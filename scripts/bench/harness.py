@@ -32,7 +32,6 @@ log = logging.getLogger("draftsmith")
 
 C = TypeVar("C")
 R = TypeVar("R")
-SEED = 0  # of all resampling
 RESULTS = CHECKOUT / "docs" / "results"
 
 # --- results files ------------------------------------------------------------------------------------------------
@@ -112,8 +111,8 @@ def take_turns(
     return turns
 
 
-def speed_ratio(ours: SideTurns[R], theirs: SideTurns[R], amount: Callable[[R], float], *, samples: int) -> Interval:
-    """Return our amount a second over theirs; the bootstrap draws cases, whose repeats are summed: no independent evidence."""
+def speed_ratio(ours: SideTurns[R], theirs: SideTurns[R], amount: Callable[[R], float]) -> Interval:
+    """Return our amount a second over theirs; the clusters are cases, whose repeats are summed: no independent evidence."""
     columns = [
         [sum(value(turn) for turn in turns) for turns in side]
         for side, value in (
@@ -123,7 +122,7 @@ def speed_ratio(ours: SideTurns[R], theirs: SideTurns[R], amount: Callable[[R], 
             (ours, lambda turn: amount(turn.result)),
         )
     ]
-    return paired_ratio_interval(*columns, samples=samples, seed=SEED)
+    return paired_ratio_interval(*columns)
 
 
 # --- processes -------------------------------------------------------------------------------------------

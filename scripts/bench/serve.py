@@ -41,7 +41,7 @@ from heads.frozen.identity import locate
 from heads.frozen.loading import Target, load_target
 from heads.metadata import read_metadata
 from heads.modules.output_head import DraftHead
-from scripts.bench.harness import SEED, last_prompts, run_module, write_results
+from scripts.bench.harness import last_prompts, run_module, write_results
 
 log = logging.getLogger("draftsmith")
 
@@ -103,7 +103,6 @@ class ServeBenchConfig(Settings):
     threads: PositiveInt = 1  # of each engine; two busy OpenMP programs on the same cores slow each other down greatly
     timeout_seconds: PositiveFloat = 1800.0  # for one run of an engine
     environments: str = ".cache/venvs"  # where the engines' own environments are
-    bootstrap_samples: PositiveInt = 2000
     output: str = "docs/results/serve.json"
 
 
@@ -173,7 +172,7 @@ class Bench:
         """Return both taus, how many prompts have the same counts, and the verdict."""
         pairs = [(own, other) for own, other, is_same in zip(ours, theirs, same, strict=True) if is_same]
         rounds, steps = [each.rounds for each in ours], [each.rounds + each.accepted for each in ours]
-        interval = ratio_interval(steps, rounds, samples=self.config.bootstrap_samples, seed=SEED)
+        interval = ratio_interval(steps, rounds)
         ratio = tau_of([other for _, other in pairs]) / tau_of([own for own, _ in pairs]) if pairs else None
         share = sum(own == other for own, other in pairs) / len(pairs) if pairs else None
         engine = tau_of(theirs)

@@ -10,7 +10,6 @@ from eval.stats import paired_ratio_interval
 # How far apart the log-probabilities of two tokens may lie that rounding swaps: logits of some tens are spaced by an eighth in
 # bfloat16, and a forward over several tokens sums in another order than one over a single one.
 TIE = {"float32": 0.01, "float16": 0.1, "bfloat16": 0.5}
-SAMPLES, SEED = 2000, 0  # of the interval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +71,7 @@ class EngineCheck:
             for side in (drafted, plain)
             for value in (lambda answer: float(len(answer.tokens) - answer.first_tokens), _decode_seconds)
         ]
-        speedup = paired_ratio_interval(*columns, samples=SAMPLES, seed=SEED)
+        speedup = paired_ratio_interval(*columns)
         self.speedup, self.speedup_low, self.speedup_high = speedup.point, speedup.low, speedup.high
         self.tokens_per_second, self.tokens_per_second_plain = (
             sum(tokens) / sum(seconds) if sum(seconds) else None for tokens, seconds in (columns[:2], columns[2:])

@@ -59,7 +59,7 @@ def test_the_interval_and_not_the_point_must_clear_the_threshold(report, quality
 @pytest.mark.parametrize(
     ("changes", "metric", "expected", "reason"),
     [
-        ({f"{TAU}_ci": None}, TAU, "inconclusive", "fewer than two prompts"),
+        ({f"{TAU}_ci": None}, TAU, "inconclusive", "fewer than three prompts"),
         ({"speed": None}, SPEEDUP, "fail", NOT_MEASURED),
         ({}, "energy.joules_per_token.ratio", "fail", NOT_MEASURED),
     ],

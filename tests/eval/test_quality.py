@@ -90,13 +90,13 @@ def test_failed_answers_have_no_score_and_are_counted_as_cut_ones_are(target):
 
 
 def test_turns_of_one_prompt_are_one_cluster(target):
-    """Two prompts: an interval over three clusters would be another one."""
+    """Three turns of two prompts are two clusters, too few for an interval."""
     turns = [(answer(0, AUTOREGRESSIVE, (11, 3)), answer(0, SPECULATIVE, (11, 4)))]
     turns.append((answer(0, AUTOREGRESSIVE, (12, 3), turn=1), answer(0, SPECULATIVE, (12, 5), turn=1)))
-    alone = compare_perplexity(target, turns)
-    both = compare_perplexity(target, [*turns, (answer(1, AUTOREGRESSIVE, (3,)),) * 2])
-    assert alone["ratio_ci"] is None
-    assert both["ratio_ci"] is not None
+    others = [(answer(number, AUTOREGRESSIVE, (3,)),) * 2 for number in (1, 2)]
+    two, three = (compare_perplexity(target, [*turns, *others[:count]]) for count in (1, 2))
+    assert two["ratio_ci"] is None
+    assert three["ratio_ci"] is not None
 
 
 def test_no_change_seen_is_not_no_change_possible():

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from scipy.stats import t as student
 
-from eval import stats
 from eval.stats import (
     Interval,
     detectable_percent,
@@ -19,52 +18,83 @@ from eval.stats import (
     statistic_interval,
 )
 
-FAST = {"samples": 400, "seed": 0}
+NUM_SIMULATIONS = 2000
 
 
-def test_bounds_are_the_percentiles_of_a_statistic_of_sums_drawn_by_a_plain_loop(monkeypatch):
-    monkeypatch.setattr(stats, "student_quantile", lambda _, degrees: 1.959964 * np.sqrt(degrees / (degrees + 1)))
+def test_bounds_are_those_of_a_jackknife_by_a_plain_loop():
     columns = np.random.default_rng(1).integers(1, 9, (4, 5)).astype(float)
 
     def number(sums):
         return sums[0] / sums[1] - sums[2] * sums[3]
 
-    drawn = np.random.default_rng(7).integers(5, size=(50, 5))
-    values = [number([sum(column[cluster] for cluster in row) for column in columns]) for row in drawn]
-    found = statistic_interval(number, *columns, samples=50, seed=7)
-    assert found.point == number(columns.sum(axis=1))
-    assert found.bounds == pytest.approx(np.quantile(values, [0.025, 0.975]), rel=1e-6)
+    def ratio(sums):
+        return sums[0] * sums[1] / (sums[2] * sums[3])
+
+    for statistic, scale, back in ((number, lambda x: x, lambda x: x), (ratio, math.log, math.exp)):
+        without = [
+            scale(statistic([sum(column[:place]) + sum(column[place + 1 :]) for column in columns])) for place in range(5)
+        ]
+        error = math.sqrt(4 / 5 * sum((each - sum(without) / 5) ** 2 for each in without))
+        point = statistic(columns.sum(axis=1))
+        found = statistic_interval(statistic, *columns, is_ratio=statistic is ratio)
+        margin = student.ppf(0.975, 4) * error
+        assert found.point == pytest.approx(point, rel=1e-12)
+        assert found.bounds == pytest.approx([back(scale(point) - margin), back(scale(point) + margin)], rel=1e-9)
+
+
+def test_a_ratio_that_one_cluster_alone_lifts_above_0_has_an_interval_from_0():
+    found = ratio_interval([0, 0, 2, 0], [1, 1, 1, 1])  # without the third 0, without another 2 / 3
+    error = math.sqrt(3 / 4 * (0.5**2 + 3 * (2 / 3 - 0.5) ** 2))
+    assert (found.point, found.low, found.high) == (0.5, 0.0, pytest.approx(0.5 + student.ppf(0.975, 3) * error))
+    assert ratio_interval([0, 0, 0], [1, 1, 1]) == Interval(0.0, 0.0, 0.0)
 
 
 def test_pairing_cancels_what_both_sides_share():
     generator = np.random.default_rng(0)
     difficulty = generator.lognormal(sigma=1.0, size=64)
     seconds, tokens = 3.0 * difficulty, np.full(64, 10.0)
-    paired = paired_ratio_interval(seconds, tokens, difficulty, tokens, **FAST)
-    alone = ratio_interval(seconds, tokens, **FAST)
+    paired = paired_ratio_interval(seconds, tokens, difficulty, tokens)
+    alone = ratio_interval(seconds, tokens)
     assert paired.bounds == pytest.approx([3.0, 3.0])
     assert alone.high > 1.5 * alone.low
 
 
-def test_intervals_of_a_speedup_hold_the_truth_as_often_as_they_say():
+def made_up(num_prompts, seed, tau=2.0, spread=0.4):
+    """Committed tokens and rounds of prompts whose own yields scatter about tau."""
+    generator = np.random.default_rng(seed)
+    rounds = generator.integers(20, 60, num_prompts).astype(float)
+    return rounds * generator.normal(tau, spread, num_prompts), rounds
+
+
+@pytest.mark.parametrize("spread", [0.1, 0.25])
+@pytest.mark.parametrize("num_clusters", [3, 4, 8, 16])
+def test_intervals_of_tau_hold_the_truth_as_often_as_they_say(num_clusters, spread):
+    """The clusters' own taus scatter about 2 by `spread` of it. A gate that asks for the truth passes half of the misses."""
+    found = [ratio_interval(*made_up(num_clusters, seed, spread=2.0 * spread)) for seed in range(NUM_SIMULATIONS)]
+    assert 0.93 <= np.mean([each.low <= 2.0 <= each.high for each in found]) <= 0.97
+    assert np.mean([each.low > 2.0 for each in found]) <= 0.05
+
+
+@pytest.mark.parametrize("num_batches", [3, 8])
+def test_intervals_of_a_speedup_hold_the_truth_as_often_as_they_say(num_batches):
     """Batches differ in length and in how fast either way decodes them; a busy machine slows both at once. The truth is 1.5."""
-    generator, num_batches, held = np.random.default_rng(108), 8, 0
-    for simulation in range(1000):
+    generator, held = np.random.default_rng(108), 0
+    for _ in range(NUM_SIMULATIONS):
         tokens = generator.integers(20, 120, num_batches)
         busy = generator.uniform(1.0, 2.0, num_batches)
         plain = 0.03 * tokens * busy * generator.normal(1.0, 0.05, num_batches)
         speculative = 0.02 * tokens * busy * generator.normal(1.0, 0.2, num_batches)
-        interval = paired_ratio_interval(plain, tokens, speculative, tokens, samples=400, seed=simulation)
+        interval = paired_ratio_interval(plain, tokens, speculative, tokens)
         held += interval.low <= 1.5 <= interval.high
-    assert 930 <= held <= 970
+    assert 0.93 <= held / NUM_SIMULATIONS <= 0.97
 
 
 def test_too_few_clusters_give_a_point_without_an_interval_or_nothing():
-    assert ratio_interval([3, 0, 0], [2, 0, 0], **FAST) == Interval(1.5)  # where nothing happened is no cluster
-    assert ratio_interval([], [], **FAST) == ratio_interval([0, 0], [0, 0], **FAST) == Interval(None)
+    assert ratio_interval([3, 3, 0], [2, 2, 0]) == Interval(1.5)  # where nothing happened is no cluster
+    assert ratio_interval([], []) == ratio_interval([0, 0], [0, 0]) == Interval(None)
     assert Interval(None).bounds is None
     with pytest.raises(ValueError, match="finite"):
-        ratio_interval([float("nan"), 1.0], [1.0, 1.0], **FAST)
+        ratio_interval([float("nan"), 1.0], [1.0, 1.0])
 
 
 def test_g_is_twice_the_log_likelihood_ratio_over_williams_correction():

@@ -72,7 +72,7 @@ def test_both_speeds_and_the_engines_counts_of_the_prompts_alone_are_written(exp
     assert found["acceptance"] == [6 / 8, 2 / 8, 0.0]
     assert (found["num_prompts"], found["same_answers"], found["differences"]) == (2, 2, [])
     assert found["speedup"] == pytest.approx(found["tokens_per_second"] / found["tokens_per_second_plain"])
-    assert found["speedup_low"] <= found["speedup"] <= found["speedup_high"]
+    assert (found["speedup_low"], found["speedup_high"]) == (None, None)  # two prompts are too few for an interval
     assert "vllm 9.1+cpu, float32: 2 prompts" in capsys.readouterr().out
     assert left_running(export) == []
 

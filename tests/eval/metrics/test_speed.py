@@ -76,13 +76,13 @@ def test_the_time_of_a_mixed_batch_belongs_to_no_category(make_timing):
 
 
 def test_later_turns_belong_to_the_batch_that_their_prompts_came_from(make_timing):
-    turns = [("a", "b", "c"), ("a", "c"), ("c",), ("d", "e"), ("e",)]
+    turns = [("a", "b", "c"), ("a", "c"), ("c",), ("d", "e"), ("e",), ("f",)]
     timings = [
         make_timing(mode, batch, 1.0 + place, 10) for place, batch in enumerate(turns) for mode in (AUTOREGRESSIVE, SPECULATIVE)
     ]
     section = summarise_speed(timings)
-    assert [batch["prompt_ids"] for batch in section["per_batch"]] == [["a", "b", "c"], ["d", "e"]]
-    assert [batch[SPECULATIVE] for batch in section["per_batch"]] == [[6.0, 30.0], [9.0, 20.0]]
+    assert [batch["prompt_ids"] for batch in section["per_batch"]] == [["a", "b", "c"], ["d", "e"], ["f"]]
+    assert [batch[SPECULATIVE] for batch in section["per_batch"]] == [[6.0, 30.0], [9.0, 20.0], [6.0, 10.0]]
     assert section["decode_speedup_ci"] == pytest.approx([1.0, 1.0])
 
 
@@ -101,17 +101,17 @@ def test_against_plain_decoding_it_is_tau_and_the_speedup_themselves(report):
 
 
 def test_prompts_that_are_easy_for_both_cancel(make_timing):
-    # One prompt of six tokens a step with the draft and three without, one of two and one: always twice as many.
-    ours, theirs = {"0": [48, 8], "1": [16, 8]}, {"1": [8, 8], "0": [24, 8]}
+    # Prompts of six, two and four tokens a step with the draft, and of half as many without.
+    ours, theirs = {"0": [48, 8], "1": [16, 8], "2": [32, 8]}, {"1": [8, 8], "0": [24, 8], "2": [16, 8]}
     timings = [
         make_timing(mode, (str(prompt),), seconds * (1 + prompt), 40)
         for mode, seconds in ((SPECULATIVE, 1.0), ("other", 2.0))
-        for prompt in range(2)
+        for prompt in range(3)
     ]
 
     found = summarise_advantage(timings, {SPECULATIVE: ours, "other": theirs}, SPECULATIVE, "other")
-    assert found["tokens_per_target_step_ratio_ci"] == [2.0, 2.0]
-    assert found["decode_speed_ratio_ci"] == [2.0, 2.0]
+    assert found["tokens_per_target_step_ratio_ci"] == pytest.approx([2.0, 2.0])
+    assert found["decode_speed_ratio_ci"] == pytest.approx([2.0, 2.0])
     one = summarise_advantage([], {SPECULATIVE: {**ours, "2": [4, 4]}, "other": {"0": [24, 8]}}, SPECULATIVE, "other")
     assert (one["tokens_per_target_step_ratio"], one["decode_speed_ratio"]) == (2.0, None)
 

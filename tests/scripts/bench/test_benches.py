@@ -63,7 +63,7 @@ def results_of(run, schema, settings, code=DONE):
 
 def test_decode(tiny_run, held_out, tmp_path):
     settings = {"target": target_of(tiny_run), "draft": str(tiny_run / "artifact"), "held_out": held_out, "repeats": 1}
-    settings |= {"past_answers": held_out, "num_prompts": 8, "max_new_tokens": 6, "branching": [2, 1], "bootstrap_samples": 20}
+    settings |= {"past_answers": held_out, "num_prompts": 8, "max_new_tokens": 6, "branching": [2, 1]}
     results = results_of(
         decode.compare_decoding, decode.DecodeBenchConfig, settings | {"output": str(tmp_path / "decode.json")}
     )
@@ -109,7 +109,7 @@ def test_the_law_of_a_curve_is_the_power_that_it_was_made_by():
 def test_distill_and_the_loss(recipe, in_process, monkeypatch, tmp_path):
     monkeypatch.setattr(distill, "measure_pass", lambda config, name, *_: distill.forward_backward(config, name))
     run_distillation(DistillConfig.model_validate(recipe | {"student": {"layers": [0]}, "output": str(tmp_path / "run")}))
-    settings = {"draft": str(tmp_path / "run" / "artifact"), "num_batches": 2, "bootstrap_samples": 20}
+    settings = {"draft": str(tmp_path / "run" / "artifact"), "num_batches": 2}
     settings |= {"loss": {"vocab_size": 512, "width": 16, "positions": 64, "chunk_size": 16, "repeats": 2}}
     settings["output"] = str(tmp_path / "distill.json")
     results = results_of(distill.compare_distillation, distill.DistillBenchConfig, settings)
@@ -195,7 +195,7 @@ def test_sides_take_turns_and_the_ratio_is_of_amounts_a_second(monkeypatch):
     sides = {name: lambda case, repeat, name=name: order.append(name) or len(name) for name in ("a", "bb")}
     turns = harness.take_turns(sides, ["case", "case"], 1, description="turns")
     assert order[2:] == ["a", "bb", "bb", "a"]
-    assert harness.speed_ratio(turns["bb"], turns["a"], float, samples=20).point == 2
+    assert harness.speed_ratio(turns["bb"], turns["a"], float).point == 2
 
 
 def test_a_part_of_a_results_file_is_shown_and_one_that_is_empty_is_refused(tmp_path):
