@@ -117,10 +117,10 @@ def compare_decoding(config: DecodeBenchConfig) -> int:
     }
     sides |= {each.name: each.decode for way in ways for each in (way.plain, way)}
     table: Turns = take_turns(sides, requests, config.repeats, description="ways of decoding")
-    rows = [summarise(config, way, table) for way in ways]
+    rows = [summarise(way, table) for way in ways]
     pairs = [pair for way in beside for pair in ((way.name, ASSISTED), (way.plain.name, GENERATE))]
     agreement = {f"{ours} and {theirs}": agree(target, table[theirs], table[ours]) for ours, theirs in pairs}
-    ratios = beside_transformers(config, beside, table) | between_ways(config, beside[-1].forward, table)
+    ratios = beside_transformers(beside, table) | between_ways(beside[-1].forward, table)
     more = {"agreement": agreement, "device": str(target.device), "threads": torch.get_num_threads()}
     write_results(config.output, "decode", rows=rows, ratios=ratios, config=config, **more)
     wrong = [row for row in rows if row["lossless"] == NOT_LOSSLESS]
@@ -209,7 +209,7 @@ def generate(target: Target, assistant: PreTrainedModel | None, max_new_tokens: 
 # --- what they say ----------------------------------------------------------------------------------------------------
 
 
-def summarise(config: DecodeBenchConfig, way: Way, table: Turns) -> dict[str, Any]:
+def summarise(way: Way, table: Turns) -> dict[str, Any]:
     plain, own = table[way.plain.name], table[way.name]
     # Greedy answers are checked token by token; sampling rules are enumerated in the tests, and their samples not tested here.
     pair = first_answers(plain), first_answers(own)
@@ -230,14 +230,13 @@ def summarise(config: DecodeBenchConfig, way: Way, table: Turns) -> dict[str, An
     }
 
 
-def beside_transformers(config: DecodeBenchConfig, ways: list[Way], table: Turns) -> dict[str, Interval]:
+def beside_transformers(ways: list[Way], table: Turns) -> dict[str, Interval]:
     """Return our speeds over transformers', and our share of time beside the models' forwards, by each of our forwards."""
     ratios = {}
     for way in ways:
         prefix = "" if way.forward == "transformers" else f"{way.forward}_"
         for ours, theirs, name in ((way, ASSISTED, "speed_vs_transformers_assisted"), (way.plain, GENERATE, PLAIN_SPEED)):
-            ratio = speed_ratio(table[ours.name], table[theirs], lambda each: len(each.generation.tokens))
-            ratios[prefix + name] = ratio
+            ratios[prefix + name] = speed_ratio(table[ours.name], table[theirs], lambda each: len(each.generation.tokens))
         timings = [[turn.result.timing for turn in turns if turn.result.timing] for turns in table[way.name]]
         overhead = [sum(each.overhead_seconds for each in own) for own in timings]
         whole = [sum(each.decode_seconds for each in own) for own in timings]
@@ -245,7 +244,7 @@ def beside_transformers(config: DecodeBenchConfig, ways: list[Way], table: Turns
     return ratios
 
 
-def between_ways(config: DecodeBenchConfig, forward: str, table: Turns) -> dict[str, Interval]:
+def between_ways(forward: str, table: Turns) -> dict[str, Interval]:
     """Return the ratios of tokens per target step, paired by prompt, between ways."""
     ratios = {}
     for name, pair in COMPARED.items():

@@ -113,15 +113,10 @@ def take_turns(
 
 def speed_ratio(ours: SideTurns[R], theirs: SideTurns[R], amount: Callable[[R], float]) -> Interval:
     """Return our amount a second over theirs; the clusters are cases, whose repeats are summed: no independent evidence."""
-    columns = [
-        [sum(value(turn) for turn in turns) for turns in side]
-        for side, value in (
-            (theirs, lambda turn: turn.seconds),
-            (theirs, lambda turn: amount(turn.result)),
-            (ours, lambda turn: turn.seconds),
-            (ours, lambda turn: amount(turn.result)),
-        )
-    ]
+    columns: list[list[float]] = []
+    for side in (theirs, ours):
+        columns.append([sum(turn.seconds for turn in turns) for turns in side])
+        columns.append([sum(amount(turn.result) for turn in turns) for turns in side])
     return paired_ratio_interval(*columns)
 
 

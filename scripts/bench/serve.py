@@ -12,7 +12,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +25,7 @@ from configs.runtime.command import DONE, GATE_FAILED, run_command
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_json, write_json
 from configs.runtime.loading import load_config
-from configs.schema.base import PositiveFloat, PositiveInt, Settings, Share
+from configs.schema.base import PositiveInt, Settings, Share
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import LosslessConfig
 from configs.schema.target import TargetConfig
@@ -46,6 +46,8 @@ from scripts.bench.harness import last_prompts, run_module, write_results
 log = logging.getLogger("draftsmith")
 
 AGREES, DISAGREES = "agrees", "disagrees"
+TAU_TOLERANCE = 0.02  # the engine's tau over ours, on the prompts that got the same tokens, may be so far from 1
+TIMEOUT_SECONDS = 1800.0  # for one run of an engine
 QUIET = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
 QUIET |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
@@ -68,25 +70,20 @@ ENGINES = {
 class ServeCase(Settings):
     """A draft in an engine."""
 
-    artifact: str | None = None  # the folder of a trained draft
-    recipe: str | None = None  # of `train/heads.py`, in its place: a head that is trained where it is not
+    draft: str  # the artifact of a trained draft, or a recipe of `train/heads.py`, by which one is trained where it is not
     engine: Literal["vllm", "llama_cpp", "openvino"]
     num_speculative_tokens: PositiveInt | None = None  # None: what the artifact says, of DFlash a whole block
     # How many of the prompts that got the same tokens must have taken the same rounds and accepted drafts too. Below 1 because
     # drafts that are nearly tied fall either way; a draft that is exported wrong changes the counts of almost every prompt.
     same_counts_share: Share = 0.6
 
-    def objections(self) -> Iterator[str]:
-        if (self.artifact is None) == (self.recipe is None):
-            yield "give either artifact, a trained draft, or recipe, of the head to try"
-
     def trained(self) -> Path:
         """Return the folder of the draft, whose recipe is run where that was not done."""
-        if self.recipe is None:
-            return Path(str(self.artifact))
-        output = Path(load_config(HeadsConfig, self.recipe).output)
+        if not self.draft.endswith(".yaml"):
+            return Path(self.draft)
+        output = Path(load_config(HeadsConfig, self.draft).output)
         if not (output / "outcome.json").is_file():
-            run_module("train.heads", "--config", self.recipe)
+            run_module("train.heads", "--config", self.draft)
         return output / "artifact"
 
 
@@ -99,9 +96,7 @@ class ServeBenchConfig(Settings):
     prompts: str = "runs/heads/data/held_out.jsonl"  # conversations; the last of the file, which chose no checkpoint
     num_prompts: PositiveInt = Field(default=12, ge=2)  # an interval over prompts needs two
     max_new_tokens: PositiveInt = 64
-    tau_tolerance: PositiveFloat = 0.02  # the engine's tau over ours, on the prompts that got the same tokens: so far from 1
     threads: PositiveInt = 1  # of each engine; two busy OpenMP programs on the same cores slow each other down greatly
-    timeout_seconds: PositiveFloat = 1800.0  # for one run of an engine
     environments: str = ".cache/venvs"  # where the engines' own environments are
     output: str = "docs/results/serve.json"
 
@@ -177,7 +172,7 @@ class Bench:
         share = sum(own == other for own, other in pairs) / len(pairs) if pairs else None
         engine = tau_of(theirs)
         inside = interval.low is not None and interval.high is not None and interval.low <= engine <= interval.high
-        equal = ratio is not None and abs(ratio - 1) <= self.config.tau_tolerance and (share or 0) >= case.same_counts_share
+        equal = ratio is not None and abs(ratio - 1) <= TAU_TOLERANCE and (share or 0) >= case.same_counts_share
         found = {"tau_ours": interval.point, "tau_low": interval.low, "tau_high": interval.high, "tau_engine": engine}
         found |= {"tau_ratio": ratio, "same_tokens": sum(same) / len(same), "near_ties": len(same) - sum(same) - wrong}
         return found | {"same_counts": share, "verdict": AGREES if inside and equal and not wrong else DISAGREES}
@@ -208,7 +203,7 @@ class Bench:
                 env={**os.environ, **QUIET, "OMP_NUM_THREADS": str(self.config.threads)},
                 stdout=written,
                 stderr=subprocess.STDOUT,
-                timeout=self.config.timeout_seconds,
+                timeout=TIMEOUT_SECONDS,
                 check=False,
             )
         if done.returncode:

@@ -58,17 +58,13 @@ def put_artifact(folder: Path, release: Release, config: PushConfig) -> tuple[Cl
     if release.metadata.kind == "draft_lm":
         needed += [*DESCRIPTIONS, *TOKENIZER_FILES]
     left_out = put_model(folder, release.folder, needed)
-    path = release.folder / METADATA_FILE
-    known = read_json(path, "artifact metadata")
-    metadata = scrub_value(known)
+    metadata = scrub_value(read_json(release.folder / METADATA_FILE, "artifact metadata"))
     own_name = str(release.metadata.target["name"])
     name = public_name(own_name)
     if name != own_name:  # a folder's
         name = config.base_model or name
     metadata["target"]["name"] = name
-    shutil.copyfile(path, folder / METADATA_FILE)
-    if metadata != known:  # else to the byte, which the hash covers
-        write_json(folder / METADATA_FILE, metadata)
+    write_json(folder / METADATA_FILE, metadata)
     sha256 = hash_artifact(folder, release.metadata)
     report = release.report.to_dict()
     report = scrub_value({**report, "samples": {"worst": [], "best": []}})  # prompts and answers stay at home

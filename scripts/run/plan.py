@@ -28,7 +28,6 @@ EVALUATION_SHARE = 0.25  # of the budget
 EVALUATION_MINUTES = 30.0  # at most
 LOOKUP_PROMPTS = 4  # by which an evaluation chooses the lookup's length
 HELD_OUT = (16, 128)  # prompts of an evaluation: what the gate asks for, and where intervals are narrow
-SHORTER = (128, 64, 48, 32)  # tokens of their answers, where the fewest prompts would take more than the evaluation's share
 HOUSE_SHARE = 0.5  # of so many prompts beside them ...
 HOUSE_PROMPTS = (8, 64)  # ... of the house suite: one a category, and all
 EPOCHS = ((2_000_000, 3), (200_000, 5))  # passes over so many answer tokens or fewer; over more, two
@@ -106,28 +105,20 @@ class Budget:
         return min(least, most), most
 
     @cached_property
-    def decoded_tokens(self) -> int:
-        """Tokens of each answer in the evaluation, at most."""
-        longest, (least, _) = self.facts.decoded_tokens, self.held_out_limits
-        limits = [longest, *(each for each in SHORTER if each < longest)]
-        fits = (each for each in limits if self.seconds_to_decode(least, each) <= EVALUATION_SHARE * self.left)
-        return next(fits, limits[-1])
-
-    @cached_property
     def held_out(self) -> int:
         """Held-out prompts that the evaluation decodes."""
         room = min(EVALUATION_SHARE * self.left, 60 * EVALUATION_MINUTES)
         least, most = self.held_out_limits
-        return max(least, min(int(room / self.seconds_to_decode(1, self.decoded_tokens)), most))
+        return max(least, min(int(room / self.seconds_to_decode(1)), most))
 
     @property
     def evaluation(self) -> float:
         """Seconds of decoding by all drafts that are measured, the house suite included."""
-        return self.seconds_to_decode(self.held_out, self.decoded_tokens)
+        return self.seconds_to_decode(self.held_out)
 
-    def seconds_to_decode(self, held_out: int, tokens: int) -> float:
-        drafts = 1 if self.run.refresh is None else 2
-        return drafts * (1 + HOUSE_SHARE) * held_out * self.mean_answer(tokens) * self.rates.decoded_token_seconds
+    def seconds_to_decode(self, held_out: int) -> float:
+        drafts, tokens = 1 if self.run.refresh is None else 2, self.mean_answer(self.facts.decoded_tokens)
+        return drafts * (1 + HOUSE_SHARE) * held_out * tokens * self.rates.decoded_token_seconds
 
     # --- data and training ----------------------------------------------------------------------------------------
 
@@ -148,9 +139,9 @@ class Budget:
         states = self.rates.cache_token_seconds * (1 if cached else epochs)
         return self.mean_trained(limit) * (states + epochs * self.rates.train_token_seconds)
 
-    def num_conversations(self, limit: int, epochs: int, cached: bool, saved_seconds: float = 0.0) -> int:
-        """Return how many conversations can be made and trained on, with some more seconds."""
-        room = self.left + saved_seconds - self.evaluation - self.held_out * self.seconds_to_answer(limit)
+    def num_conversations(self, limit: int, epochs: int, cached: bool) -> int:
+        """Return how many conversations can be made and trained on."""
+        room = self.left - self.evaluation - self.held_out * self.seconds_to_answer(limit)
         found = max(0, int(room / (self.seconds_to_answer(limit) + self.seconds_to_train(limit, epochs, cached))))
         return found if self.facts.num_prompts is None else min(found, self.facts.num_prompts - self.held_out)
 
@@ -165,11 +156,6 @@ class Budget:
         """Return how many steps a training has."""
         return max(1, int(self.mixed * num_conversations * epochs) // self.step_size)
 
-    def saved_seconds(self, num_conversations: int, epochs: int) -> float:
-        """Return the seconds of the evaluations on held-out prompts that a short training has fewer."""
-        steps = self.steps(num_conversations, epochs)
-        return (EVALUATIONS - math.ceil(steps / evaluated_every(steps))) * self.rates.held_out_seconds
-
     # --- the whole ------------------------------------------------------------------------------------------------
 
     def fit(self, limit: int) -> Amounts:
@@ -181,8 +167,7 @@ class Budget:
             if asked is None and number * self.mean_answer(limit) <= most:
                 epochs = passes
         cached = self.is_cached(limit, epochs)
-        saved = self.saved_seconds(self.num_conversations(limit, epochs, cached), epochs)
-        number = self.num_conversations(limit, epochs, cached, saved)
+        number = self.num_conversations(limit, epochs, cached)
         if asked is None and self.facts.num_prompts is not None and number == self.facts.num_prompts - self.held_out:
             while epochs < MOST_EPOCHS and self.num_conversations(limit, epochs + 1, cached) == number:
                 epochs += 1
@@ -192,7 +177,7 @@ class Budget:
         seconds = self.fixed | {
             "data": self.fixed["data"] + (number + self.held_out) * self.seconds_to_answer(limit),
             "cache": self.fixed["cache"] + states,
-            "train": self.fixed["train"] - self.saved_seconds(number, epochs) + trained - states,
+            "train": self.fixed["train"] + trained - states,
             **{stage: self.fixed[stage] + self.evaluation / len(drafts) for stage in drafts},
         }
         if not cached:
@@ -225,11 +210,6 @@ class Budget:
         return best
 
 
-def evaluated_every(steps: int) -> int:
-    """Return after how many steps a training of so many decodes held-out prompts."""
-    return max(FEWEST_STEPS, math.ceil(steps / EVALUATIONS))
-
-
 def choose(run: RunConfig, facts: Facts, rates: Rates, *, checks: bool) -> list[Choice]:
     """Return what a run does, each with its reason; what was asked for of epochs, answers and cache is reckoned with."""
     plan, schedule = facts.plan, facts.plan.config.schedule
@@ -250,7 +230,7 @@ def choose(run: RunConfig, facts: Facts, rates: Rates, *, checks: bool) -> list[
     if facts.prompts:
         share = share_for(facts.prompts[: found.num_prompts], held_out)
     steps = budget.steps(found.num_prompts - found.held_out, found.epochs)
-    every = evaluated_every(steps)
+    every = max(FEWEST_STEPS, math.ceil(steps / EVALUATIONS))
     house = min(HOUSE_PROMPTS[1], max(HOUSE_PROMPTS[0], found.held_out // 2 // 8 * 8))
     why = f"{minutes['data']:g} minutes of answers at {60 / rates.prompt_seconds:.0f} a minute"
     if found.num_prompts == facts.num_prompts:
@@ -267,7 +247,7 @@ def choose(run: RunConfig, facts: Facts, rates: Rates, *, checks: bool) -> list[
         Choice("train.schedule.log_every_steps", max(1, min(20, steps // 40)), "points of the loss curve"),
         Choice("eval.suite.num_prompts", found.held_out, "of those, as many as there is time to decode"),
         Choice("eval.suites", [HOUSE | {"num_prompts": house}], f"{house} prompts of other kinds than those trained on"),
-        Choice("eval.decode.max_new_tokens", budget.decoded_tokens, "tokens of each answer, at most"),
+        Choice("eval.decode.max_new_tokens", facts.decoded_tokens, "tokens of each answer, at most"),
         Choice("eval.repeats", 1, "one timed run of each prompt"),
     ]
     if isinstance(plan.config, PlanHeadsConfig):

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED, INTERRUPTED, run_command
+from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED, run_command
 from configs.schema.commands.release import CheckConfig, ExportConfig
 from heads.frozen.tokenizer import NAMED
 from scripts.check import vllm_server
@@ -120,15 +120,6 @@ def test_a_target_that_the_engine_does_not_serve_alone_says_nothing_of_the_draft
     found = result_of(export)
     assert (found["checked"], found["passed"]) == (False, None)
     assert "vllm: not checked; vLLM without the draft ended with code 1" in capsys.readouterr().out
-
-
-def test_an_interrupt_leaves_no_process(export, monkeypatch):
-    def interrupt(*_, **__):
-        raise KeyboardInterrupt if (export / "processes").exists() else vllm_server.httpx2.ConnectError("not yet")
-
-    monkeypatch.setattr(vllm_server.httpx2, "get", interrupt)
-    assert check(export) == INTERRUPTED
-    assert left_running(export) == []
 
 
 def test_an_engine_that_is_not_installed_is_no_failure(export, monkeypatch, capsys):

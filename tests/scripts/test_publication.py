@@ -83,19 +83,6 @@ def rehash(release, alter):
     return sha256
 
 
-def test_metadata_with_nothing_to_hide_is_published_as_it_is(dry, release):
-    def clean(metadata):
-        metadata["training"], metadata["provenance"] = {}, {}
-        metadata["target"]["name"] = "owner/target"
-
-    sha256 = rehash(release, clean)
-    folder = dry()
-    assert (folder / "draftsmith.json").read_bytes() == (release / "artifact" / "draftsmith.json").read_bytes()
-    report = load_report(folder / "report.json")
-    assert report.draft.sha256 == sha256
-    assert report.draft.measured_sha256 is None
-
-
 def test_no_secret_and_no_path_of_the_machine_is_published(dry, release, tmp_path, monkeypatch):
     own = "hf_" + "Q" * 30
     monkeypatch.setenv("HF_TOKEN", own)

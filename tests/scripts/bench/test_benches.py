@@ -131,7 +131,7 @@ def test_serve_agrees_where_an_engine_accepts_what_ours_does_and_only_there(
     monkeypatch.setattr(serve.Bench, "run", run)
     (tmp_path / "venvs" / "vllm" / "bin").mkdir(parents=True)
     (tmp_path / "venvs" / "vllm" / "bin" / "python").touch()
-    settings = {"cases": [{"engine": "vllm", "artifact": str(tiny_run / "artifact")}], "target": target_of(tiny_run)}
+    settings = {"cases": [{"engine": "vllm", "draft": str(tiny_run / "artifact")}], "target": target_of(tiny_run)}
     settings |= {"prompts": held_out, "num_prompts": 4, "max_new_tokens": 12, "environments": str(tmp_path / "venvs")}
     results = results_of(serve.check_engines, serve.ServeBenchConfig, settings | {"output": str(tmp_path / "serve.json")}, code)
     assert results["rows"][0]["same_tokens"] == 1

@@ -20,19 +20,6 @@ def planned(monkeypatch, name, engine="vllm", **hardware):
 
 
 @pytest.mark.parametrize(
-    ("name", "number", "changed"),
-    [
-        ("configs/plan/llama_8b", 1, {}),
-        ("configs/plan/llama_70b", 8, {"train.schedule.batch_size": 4, "train.schedule.gradient_accumulation_steps": 2}),
-    ],
-)
-def test_a_batch_that_does_not_fit_is_taken_in_parts(name, number, changed, monkeypatch):
-    plan, choices = planned(monkeypatch, name, num_accelerators=number, accelerators_per_node=number)
-    assert plan.fitting is not None
-    assert {each.key: each.value for each in choices} == {"recipe": request.HEAD, "train.head.num_depths": 3, **changed}
-
-
-@pytest.mark.parametrize(
     ("memory_gib", "deepspeed", "engine", "batch_size"),
     [
         (56.0, True, "one_gpu", 4),  # by ZeRO-3 with offloading all 8 would fit

@@ -95,14 +95,6 @@ def test_a_refresh_trains_the_served_draft_on_with_the_mixed_data_and_measures_b
     assert baseline == ["--baseline", str(tmp_path / "baseline" / "report.json")]
 
 
-@pytest.mark.parametrize("name", ["base", "base.gguf"])
-def test_what_decides_a_stage_is_the_same_however_the_output_is_spelled(tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
-    run = RunConfig(target=TargetConfig(name=name), output="runs/mine", cache={}, train={}, data={}, eval={})
-    there = run.model_copy(update={"output": str(tmp_path / "runs" / "mine")})
-    assert [stages.decided_by(run, stage) for stage in run.stages] == [stages.decided_by(there, stage) for stage in run.stages]
-
-
 @pytest.mark.parametrize(("engine", "written"), [("vllm", ["vllm", "suffix_lookup"]), ("sglang", ["sglang"])])
 def test_vllm_gets_suffix_lookup_beside_the_draft(tmp_path, monkeypatch, engine, written):
     called = []
