@@ -8,8 +8,9 @@ import torch
 from configs.runtime.errors import InputError
 from heads.artifact import load_draft, save_draft_lm
 from heads.frozen.identity import hash_weights
-from heads.metadata import VOCABULARY_FILE, Metadata
+from heads.metadata import VOCABULARY_FILE
 from heads.vocabulary import DraftVocabulary
+from tests.support.decoding import metadata_of_draft_lm
 
 
 @pytest.fixture
@@ -24,14 +25,7 @@ def draft(tiny_llama):
 
 @pytest.fixture
 def metadata(target):
-    return Metadata(
-        kind="draft_lm",
-        target=target.identity.to_dict(),
-        draft_vocab_size=64,
-        num_speculative_tokens=3,
-        training={"loss": {"divergence": "forward_kl"}},
-        provenance={"step": 7},
-    )
+    return metadata_of_draft_lm(target.identity.to_dict())
 
 
 @pytest.fixture
