@@ -1,7 +1,7 @@
 """Set reports side by side: `python eval/compare.py runs/a/report.json runs/b/report.json [...]`.
 
 Prints a table that compares the others with the first, and writes it as Markdown (`--set output=FILE`). A folder stands for
-the `report.json` in it. Reports of different targets or prompts are refused unless `may_differ_in` names them.
+the `report.json` in it. Below the table stands what each report differs in; of other targets or prompts no number is compared.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main(config: CompareConfig, args: argparse.Namespace) -> int:
     output = Path(config.output)
     if output.resolve() in [path.resolve() for path in paths]:
         raise InputError(f"output: the table would overwrite the report {output}; give another file")
-    entries = compare([(str(path), load_report(path)) for path in paths], config.may_differ_in)
+    entries = compare([(str(path), load_report(path)) for path in paths])
     write_text(output, as_markdown(entries))
     say("\n".join([as_text(overview(entries)), *notes(entries), f"\nwritten: {output}"]))
     return DONE

@@ -46,7 +46,7 @@ from eval.report.build import build_report
 from eval.report.page import render_html
 from eval.report.schema import Report, SpeedSection, write_report
 from eval.report.tables import render_markdown
-from eval.timing import predict_speed, sweep_rounds, time_generate
+from eval.timing import predict_speed, sweep_rounds
 from heads.frozen.loading import Target, load_target
 from heads.frozen.processes import join_processes
 from heads.inference.lean_forward import forward_name
@@ -134,7 +134,7 @@ def evaluate(config: EvalConfig) -> int:
         state.wait_for_everyone()  # the first process is the one that the others meet at
     laps.done("report")
     if report.speed is not None:
-        _time_sweep_and_generate(config, loaded, report, report.speed)
+        _time_sweep(config, loaded, report, report.speed)
     laps.done("timing sweep")
     _write(output, report)
     laps.done("report")
@@ -189,8 +189,8 @@ def _check_output(output: Path, config: EvalConfig) -> None:
             )
 
 
-def _time_sweep_and_generate(config: EvalConfig, loaded: Loaded, report: Report, speed: SpeedSection) -> None:
-    """Add to the report's speed what is timed after the suite: rounds of other sizes, and transformers' `generate`."""
+def _time_sweep(config: EvalConfig, loaded: Loaded, report: Report, speed: SpeedSection) -> None:
+    """Add to the report's speed what rounds of other sizes, timed after the suite, say of it."""
     target, cost = loaded.target, config.cost
     conditional = report.acceptance.position_conditional
     if cost is not None and any(conditional):
@@ -199,7 +199,6 @@ def _time_sweep_and_generate(config: EvalConfig, loaded: Loaded, report: Report,
         speed.predicted = predict_speed(sweep, conditional, drafts=drafts, batch=batch) if sweep else None
     if cost is not None and speed.predicted is None:
         log.warning("the draft proposed nothing, or nothing of it was accepted: there is no prediction of its speed")
-    speed.generate = time_generate(target, loaded.turns.first, config)
 
 
 def _describe(config: EvalConfig, loaded: Loaded) -> dict[str, Any]:

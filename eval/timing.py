@@ -1,4 +1,4 @@
-"""What is timed beside the suite: rounds of other numbers of drafts and batches, and transformers' own `generate`.
+"""The timing sweep: rounds of other numbers of drafts and batches, and the speedups that follow from them.
 
 The tokens of a round follow from the measured chance at each position that a draft is accepted where those before it were. Its
 seconds are those of decoding some prompts of the suite, interpolated over the logarithm of the batch between the batches timed;
@@ -9,23 +9,18 @@ out: their sizes depend on the text.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
-import torch
-from transformers import GenerationConfig
 
 from configs.schema.decoding import DecodeConfig
-from configs.schema.evaluation import CostConfig, EvalConfig
+from configs.schema.evaluation import CostConfig
 from eval.decoder.decode import decode as decode_batch
 from eval.decoder.records import Request
 from eval.measure.interleaved import time_ways
-from eval.report.schema import GenerateSection, PredictedSection, PredictedSpeedup, TimedRound
-from heads.device import synchronize
+from eval.report.schema import PredictedSection, PredictedSpeedup, TimedRound
 from heads.frozen.loading import Target
 from heads.proposers.protocol import Proposer
 
@@ -111,57 +106,3 @@ def predict_speed(
         break_even_batch_size=max(paying, default=0),
         sweep=list(sweep),
     )
-
-
-# --- generate -------------------------------------------------------------------------------------------------------
-
-
-def time_generate(target: Target, requests: Sequence[Request], config: EvalConfig) -> GenerateSection | None:
-    """Return seconds a token of both, greedily and in turns; None where `generate` does not do the same work.
-
-    Prompts are decoded one at a time, the prompt's forward included.
-    """
-    chosen = [each for each in requests if each.media_prompt is None][: config.generate_prompts]
-    is_split = target.group is not None or target.spread_by is not None or target.states_from is not None
-    has_own_cache = config.decode.kv_cache is not None
-    if not chosen or config.decode.temperature > 0 or is_split or has_own_cache:
-        return None
-    settings = config.decode.model_copy(
-        update={"num_speculative_tokens": 0, "tree": None, "stopping": None, "lossy": None, "batch_size": 1}
-    )
-    sides: dict[str, Callable[[Request], int]] = {
-        "autoregressive": lambda request: len(decode_batch(target, [request], settings, None)[0][0].tokens),
-        # `generate` goes on beyond the context, where learned positions have an end.
-        "generate": lambda request: _generate(
-            target, request, min(settings.max_new_tokens, target.max_positions - len(request.tokens))
-        ),
-    }
-
-    def timed(side: Callable[[Request], int], request: Request) -> tuple[float, int]:
-        synchronize(target.device)
-        started = time.perf_counter()
-        count = side(request)
-        synchronize(target.device)
-        return time.perf_counter() - started, count
-
-    # As `from_pretrained` leaves them: the product of a frozen head in bfloat16 is far slower on a CPU.
-    target.model.requires_grad_(True)
-    try:
-        seconds = time_ways(chosen, {name: partial(timed, side) for name, side in sides.items()})
-    finally:
-        target.model.requires_grad_(False)
-    pace = {f"milliseconds_per_token_{name}": 1000 * each for name, each in seconds.items()}
-    return GenerateSection(num_prompts=len(chosen), **pace)
-
-
-def _generate(target: Target, request: Request, max_new_tokens: int) -> int:
-    """Continue a prompt greedily; return how many tokens came."""
-    model: Any = target.model  # the type of a pretrained model does not know `generate`
-    eos = list(target.eos_token_ids) or None
-    settings = GenerationConfig(
-        max_new_tokens=max_new_tokens, do_sample=False, use_cache=True, eos_token_id=eos, pad_token_id=eos[0] if eos else None
-    )
-    ids_1T = torch.tensor([request.tokens], device=target.device)
-    with torch.inference_mode():  # as our decoder does
-        output_1T = model.generate(ids_1T, attention_mask=torch.ones_like(ids_1T), generation_config=settings)
-    return int(output_1T.shape[1] - ids_1T.shape[1])

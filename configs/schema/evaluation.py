@@ -100,8 +100,6 @@ class EvalConfig(Settings):
     suites: list[SuiteConfig] = []
     decode: DecodeConfig = DecodeConfig()
     repeats: PositiveInt = 2  # interleaved: plain, speculative, baselines, plain, ...
-    # Prompts that transformers' own `generate` continues as well, whose time stands beside plain decoding's; 0: none
-    generate_prompts: NonNegativeInt = 4
     warmup_prompts: NonNegativeInt = 1  # decoded before timing starts
     baselines: list[FreeDraft] = ["prompt_lookup"]  # measured beside the draft (`eval.measure.proposers`)
     # Drafts a round of prompt lookup among them, which is a rival at its best only; None: the fastest of a few
@@ -210,7 +208,6 @@ class EvalConfig(Settings):
 class CompareConfig(Settings):
     """`eval/compare.py`: several reports side by side."""
 
-    may_differ_in: list[Literal["target", "suite"]] = []  # what the reports are of; refused unless named here
     output: str = "runs/comparison.md"
 
 

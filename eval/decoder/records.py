@@ -120,9 +120,14 @@ class Timing:
     joules: float | None = None  # spent in all, prefill included; None: not measured
 
     @property
-    def num_prompts(self) -> int:
-        """How many answers there are, each with a token of the prefill."""
-        return len(self.prompt_ids)
+    def whole_seconds(self) -> float:
+        """Seconds of whole answers, prefill included."""
+        return self.prefill_seconds + self.decode_seconds
+
+    @property
+    def whole_tokens(self) -> int:
+        """Tokens of whole answers, of which each has one of the prefill."""
+        return self.num_tokens + len(self.prompt_ids)
 
     @property
     def overhead_seconds(self) -> float:

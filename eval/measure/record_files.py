@@ -27,10 +27,10 @@ from heads.frozen.media import MediaPrompt
 RECORDS = "records.jsonl"
 BATCHES = ".batches-"  # then the job: a folder of one file for each finished batch
 CHOICE = ".choice-{key}.jsonl"
-# The columns of rounds, each with the value that is left out where all rounds have it.
+# The columns of rounds beside the number of committed tokens, each with the value that is left out where all rounds have it.
 USUAL: dict[str, Any] = {
     "drafted": (),
-    "accepted": 0,
+    "num_accepted": 0,
     "overlap": None,
     "uncovered": None,
     "ranks": None,
@@ -128,44 +128,27 @@ def read_records(path: Path) -> Records:
 
 
 def to_values(generation: Generation) -> dict[str, Any]:
-    rows = [
-        {
-            "drafted": round_.drafted,
-            "accepted": round_.num_accepted,
-            "overlap": round_.overlap,
-            "uncovered": round_.uncovered,
-            "ranks": round_.ranks,
-            "num_nodes": round_.num_nodes,
-        }
-        for round_ in generation.rounds
-    ]
     columns: dict[str, list[Any]] = {"committed": [len(round_.committed) for round_ in generation.rounds]}
     for name, usual in USUAL.items():
-        if any(row[name] != usual for row in rows):
-            columns[name] = [row[name] for row in rows]
-    values = {name: value for name, value in vars(generation).items() if name not in ("rounds", "media_prompt")}
-    pictured = {} if generation.media_prompt is None else {"media_prompt": vars(generation.media_prompt)}
-    return values | pictured | {"rounds": columns}
+        column = [getattr(round_, name) for round_ in generation.rounds]
+        if any(value != usual for value in column):
+            columns[name] = column
+    pictured = None if generation.media_prompt is None else vars(generation.media_prompt)
+    return vars(generation) | {"rounds": columns, "media_prompt": pictured}
 
 
 def from_values(values: dict[str, Any]) -> Generation:
-    tokens, columns = tuple(values["tokens"]), values["rounds"]
-    count = len(columns["committed"])
-    ends = accumulate(columns["committed"], initial=1)  # the first token is the prefill's
-    others = (columns.get(name, [usual] * count) for name, usual in USUAL.items())
-    rounds = tuple(
-        Round(
-            drafted=tuple(drafted),
-            num_accepted=accepted,
-            committed=tokens[start:end],
-            overlap=None if overlap is None else tuple(overlap),
-            uncovered=None if uncovered is None else tuple(uncovered),
-            ranks=None if ranks is None else tuple(ranks),
-            num_nodes=num_nodes,
-        )
-        for (start, end), drafted, accepted, overlap, uncovered, ranks, num_nodes in zip(pairwise(ends), *others, strict=True)
-    )
-    given: dict[str, Any] = {"prompt_tokens": tuple(values["prompt_tokens"]), "tokens": tokens, "rounds": rounds}
-    if (pictured := values.get("media_prompt")) is not None:
+    tokens, columns = tuple(values["tokens"]), dict(values["rounds"])
+    ends = accumulate(columns.pop("committed"), initial=1)  # the first token is the prefill's
+    rounds = []
+    for number, (start, end) in enumerate(pairwise(ends)):
+        own = {name: _tuples(column[number]) for name, column in columns.items()}
+        rounds.append(Round(**USUAL | own | {"committed": tokens[start:end]}))
+    given: dict[str, Any] = {"prompt_tokens": tuple(values["prompt_tokens"]), "tokens": tokens, "rounds": tuple(rounds)}
+    if (pictured := values["media_prompt"]) is not None:
         given["media_prompt"] = MediaPrompt(text=pictured["text"], media=tuple(pictured["media"]))
-    return Generation(**{**values, **given})
+    return Generation(**values | given)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from configs.runtime.errors import first_line
@@ -45,15 +44,12 @@ def summarise_speed(timings: Sequence[Timing]) -> dict[str, Any] | None:
     for mode, own in by_mode.items():
         seconds, num_tokens = (sum(getattr(timing, field) for timing in own) for field in ("decode_seconds", "num_tokens"))
         result[f"decode_seconds_{mode}"] = seconds
-        result[f"prefill_seconds_{mode}"] = sum(timing.prefill_seconds for timing in own)
         result[f"decode_tokens_{mode}"] = num_tokens
         result[f"milliseconds_per_token_{mode}"] = 1000 * seconds / num_tokens if num_tokens else None
-        result["phases_autoregressive" if mode == AUTOREGRESSIVE else "phases"] = {
-            phase: sum(getattr(timing, phase) for timing in own) for phase in PHASES
-        }
+    phases = {phase: sum(getattr(timing, phase) for timing in by_mode[SPECULATIVE]) for phase in PHASES}
     plain, speculative = (sums_by_batch(timings, mode, "decode_seconds", "num_tokens") for mode in by_mode)
-    whole = sum(result["phases"].values()) or 1.0
-    result["phase_shares"] = {phase: seconds / whole for phase, seconds in result["phases"].items()}
+    whole = sum(phases.values()) or 1.0
+    result |= {"phases": phases, "phase_shares": {phase: seconds / whole for phase, seconds in phases.items()}}
     result["per_batch"] = [
         {"prompt_ids": list(batch), AUTOREGRESSIVE: own, SPECULATIVE: speculative[batch]}
         for batch, own in plain.items()
@@ -70,15 +66,11 @@ def compare_speed(timings: Sequence[Timing], mode: str) -> dict[str, Any]:
         raise ValueError(
             f"{AUTOREGRESSIVE} and {mode} were timed on different batches or repeats; a speedup needs the same for both"
         )
-    fields = ("decode_seconds", "prefill_seconds", "num_tokens", "num_prompts")
-    sums = [sums_by_batch(timings, name, *fields) for name in modes]
-    plain, other = (np.array([own[batch] for batch in sums[0]], np.float64).reshape(-1, len(fields)).T for own in sums)
-    whole = plain[0] + plain[1], plain[2] + plain[3], other[0] + other[1], other[2] + other[3]
-    found = {
-        "decode_speedup": paired_ratio_interval(plain[0], plain[2], other[0], other[2]),
-        "end_to_end_speedup": paired_ratio_interval(*whole),
-    }
-    return fields_of(found)
+    decode, whole = (
+        sums_ratio(*(sums_by_batch(timings, name, *fields) for name in modes))
+        for fields in (("decode_seconds", "num_tokens"), ("whole_seconds", "whole_tokens"))
+    )
+    return fields_of({"decode_speedup": decode, "end_to_end_speedup": whole})
 
 
 def summarise_advantage(
@@ -180,12 +172,7 @@ def summarise_energy(timings: Sequence[Timing], meter: Meter | str) -> dict[str,
     joules = [[timing.joules for timing in timings if timing.mode == mode] for mode in MODES]
     if any(None in own or sum(filter(None, own)) <= 0 for own in joules):
         return {"reason": "the energy counters did not move", "joules_per_token": None}
-    sums = [sums_by_batch(timings, mode, "joules", "num_tokens", "num_prompts").values() for mode in MODES]
-    # Joules and tokens by batch; each prompt has one token of the prefill.
-    plain, speculative = (list(zip(*((joules, sum(tokens)) for joules, *tokens in own), strict=True)) for own in sums)
-    found = {
-        AUTOREGRESSIVE: ratio_interval(*plain),
-        SPECULATIVE: ratio_interval(*speculative),
-        "ratio": paired_ratio_interval(*speculative, *plain),
-    }
-    return {"reason": None, "joules_per_token": fields_of(found)}
+    sums = {mode: sums_by_batch(timings, mode, "joules", "whole_tokens") for mode in MODES}
+    found = {mode: ratio_interval(*zip(*own.values(), strict=True)) for mode, own in sums.items()}
+    ratio = sums_ratio(sums[SPECULATIVE], sums[AUTOREGRESSIVE])
+    return {"reason": None, "joules_per_token": fields_of(found | {"ratio": ratio})}

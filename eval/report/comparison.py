@@ -23,7 +23,7 @@ from eval.stats import Column, statistic_interval
 
 Aspect = Literal["target", "suite", "num_speculative_tokens", "decode", "machine"]
 MACHINE = ("cpu", "cores", "device", "threads", "processes")
-FIXED: tuple[Aspect, ...] = ("target", "suite")  # what reports must agree in, unless allowed by name
+FIXED: tuple[Aspect, ...] = ("target", "suite")  # in which reports must agree for their numbers to be compared
 SOFTWARE = ("torch", "transformers")  # whose versions decide the seconds too
 GAMMA: Literal["num_speculative_tokens"] = "num_speculative_tokens"
 OF_SUFFIX_LOOKUP = ("lookup_expects", "lookup_answer_tokens")  # which is measured beside the draft
@@ -182,28 +182,22 @@ class ComparedReport:
     tau_by_suite: Mapping[str, Change] = field(default_factory=dict)  # on further suites of the same prompts
 
 
-def compare(reports: Sequence[tuple[str, Report]], may_differ_in: Sequence[str] = ()) -> list[ComparedReport]:
-    """Compare each report, by its path, with the first; target and suite may not differ unless they are named."""
+def compare(reports: Sequence[tuple[str, Report]]) -> list[ComparedReport]:
+    """Compare each report, by its path, with the first."""
     if not 2 <= len(reports) <= len(ascii_uppercase):
         raise InputError(f"from 2 to {len(ascii_uppercase)} reports can be compared, got {len(reports)}")
     (first_path, first), *others = reports
-    entries = [ComparedReport(letter=ascii_uppercase[0], path=first_path, report=first)]
-    for letter, (path, report) in zip(ascii_uppercase[1:], others, strict=False):
-        entries.append(_entry(letter, path, report, first, may_differ_in))
-    return entries
+    return [
+        ComparedReport(letter=ascii_uppercase[0], path=first_path, report=first),
+        *(_entry(letter, *other, first) for letter, other in zip(ascii_uppercase[1:], others, strict=False)),
+    ]
 
 
-def _entry(letter: str, path: str, report: Report, first: Report, may_differ_in: Sequence[str]) -> ComparedReport:
+def _entry(letter: str, path: str, report: Report, first: Report) -> ComparedReport:
     found = tuple(differences(report, first))
-    aspects = dict.fromkeys(each.aspect for each in found)
-    if refused := [aspect for aspect in aspects if aspect in FIXED and aspect not in may_differ_in]:
-        named = "; ".join(str(each) for each in found if each.aspect in refused)
-        raise InputError(
-            f"{path} is not about the same as the first report: {named}. To compare them nevertheless: "
-            f"--set may_differ_in=[{', '.join(refused)}]"
-        )
     entry = ComparedReport(letter=letter, path=path, report=report, differences=found)
-    if not _same_answers(report, first) or not aspects.keys().isdisjoint(FIXED):
+    aspects = {each.aspect for each in found}
+    if not _same_answers(report, first) or not aspects.isdisjoint(FIXED):
         return entry
     other_clock = "machine" in aspects or any(each.what == "decode.dtype" for each in found)
     by_suite = {

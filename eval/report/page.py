@@ -23,7 +23,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from configs.runtime.terminal import printable
 from eval.report import text
 from eval.report.schema import Report, definitions
-from eval.report.tables import NUMBERS, PROVENANCE, TERMS, flat_facts, report_tables
+from eval.report.tables import NUMBERS, PROVENANCE, flat_facts, report_tables
 
 TEMPLATES = Path(__file__).with_name("templates")
 SHOWN_OF_LOSSLESS = {"verdict", "checked_prompts", "divergences"}  # in the page's own words; the rest follows as a table
@@ -54,7 +54,6 @@ def render_html(report: Report) -> str:
     )
     return environment.get_template("page.html.j2").render(
         definitions=definitions(),
-        terms=TERMS,
         number=text.number,
         eyebrow="draftsmith report",
         title=text.headline(report),

@@ -236,21 +236,11 @@ class PredictedSection(ClosedSection):
     sweep: list[TimedRound]
 
 
-class GenerateSection(ClosedSection):
-    """transformers' own `generate` and plain decoding: the same prompts, in turns, one at a time, whole answers."""
-
-    num_prompts: Count
-    milliseconds_per_token_generate: float
-    milliseconds_per_token_autoregressive: float
-
-
 class SpeedSection(SpeedupSection):
     """Seconds and tokens are sums over all repeats."""
 
     decode_seconds_autoregressive: float
     decode_seconds_speculative: float
-    prefill_seconds_autoregressive: float
-    prefill_seconds_speculative: float
     decode_tokens_autoregressive: Count
     decode_tokens_speculative: Count
     milliseconds_per_token_autoregressive: Number  # prefill excluded
@@ -260,10 +250,7 @@ class SpeedSection(SpeedupSection):
     phases: Phases
     """Decode seconds by what they were spent on: the draft's forwards, the target's forwards, acceptance and sampling, and
     everything else."""
-    phases_autoregressive: Phases
     phase_shares: Phases  # of the speculative phases' sum
-    generate: GenerateSection | None = None
-    """What a token takes in transformers' `generate` and in plain decoding here, prefill included."""
     predicted: PredictedSection | None = None
     """Decode speedup by batch size and number of drafts: tokens a round by the measured acceptance at each position, seconds a
     round by a timing sweep, interpolated between the batches that were timed."""

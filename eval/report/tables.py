@@ -44,25 +44,6 @@ NUMBERS = (
     ("mass outside the draft's vocabulary", "acceptance", "uncovered_mass", percent),
     ("smallest detectable change in τ (%)", "acceptance", "detectable_change_percent", number),
 )
-# The definition that a label or a column's name leads to, by its path in `eval.report.schema.definitions`.
-TERMS = {label: f"{section}.{field}" for label, section, field, _ in NUMBERS} | {
-    "τ": "acceptance.tokens_per_target_step",
-    "α": "acceptance.overlap_alpha",
-    "given all before": "acceptance.position_conditional",
-    "survival": "acceptance.position_survival",
-    "overlap α": "acceptance.overlap_alpha_by_position",
-    "output": "lossless.verdict",
-    "category": "by_category",
-    "suite": "suites",
-    "with lookup": "with_lookup",
-    "way of decoding": "baselines",
-    "phase": "speed.phases",
-    "batch size": "speed.predicted",
-    "perplexity": "quality.perplexity",
-    "exact match": "quality.exact_match",
-    "joules per token": "energy.joules_per_token",
-    "failed prompt": "prompts.failed",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,12 +134,10 @@ def _phases(report: Report) -> Table:
     if (speed := report.speed) is not None:
         labels = {"draft_seconds": "draft", "verify_seconds": "target", "sample_seconds": "accept and draw"}
         for phase, seconds in speed.phases.items():
-            share = percent(speed.phase_shares[phase])
-            rows.append((labels.get(phase, "rest"), number(speed.phases_autoregressive[phase]), number(seconds), share))
-        rows.append(("decode", number(speed.decode_seconds_autoregressive), number(speed.decode_seconds_speculative), ""))
-        rows.append(("prefill", number(speed.prefill_seconds_autoregressive), number(speed.prefill_seconds_speculative), ""))
-    header = ("phase", "plain seconds", "speculative seconds", "share")
-    return Table(title="Time", header=header, rows=rows, note=milliseconds_per_token(report))
+            rows.append((labels.get(phase, "rest"), number(seconds), percent(speed.phase_shares[phase])))
+        rows.append(("decode", number(speed.decode_seconds_speculative), ""))
+        rows.append(("plain decoding", number(speed.decode_seconds_autoregressive), ""))
+    return Table(title="Time", header=("phase", "seconds", "share"), rows=rows, note=milliseconds_per_token(report))
 
 
 def _predicted(predicted: PredictedSection) -> Table:

@@ -118,19 +118,12 @@ def fastest_free(section: SuiteSection) -> tuple[str, OtherWaySection] | None:
 
 
 def milliseconds_per_token(report: Report) -> str:
-    """Say what a token takes, plainly and with the draft, and with transformers' `generate` where that was timed."""
+    """Say what a token takes, plainly and with the draft."""
     speed = report.speed
     if speed is None or speed.milliseconds_per_token_speculative is None:
         return ""
     plain, drafted = speed.milliseconds_per_token_autoregressive, speed.milliseconds_per_token_speculative
-    said = f"A token takes {plain:.1f} ms in plain decoding and {drafted:.1f} ms with the draft, at this batch size."
-    if (peer := speed.generate) is None:
-        return said
-    theirs, ours = peer.milliseconds_per_token_generate, peer.milliseconds_per_token_autoregressive
-    return (
-        f"{said} On {peer.num_prompts} prompts one by one, prefill included, it takes {theirs:.1f} ms in transformers' "
-        f"generate and {ours:.1f} ms in plain decoding here."
-    )
+    return f"A token takes {plain:.1f} ms in plain decoding and {drafted:.1f} ms with the draft, at this batch size."
 
 
 def exactness(report: Report) -> str:

@@ -111,7 +111,7 @@ def do_work(root: Path, output: Path) -> None:
         config |= {} if name == "draft_lm" else {"sanity": {"enabled": False}}
         _run(root, ("train.distill" if name == "draft_lm" else "train.heads",), output / name, config)
         for way, decode in DECODINGS[name].items():
-            config = {"target": target, "draft": str(output / name / "artifact"), "baselines": [], "generate_prompts": 0}
+            config = {"target": target, "draft": str(output / name / "artifact"), "baselines": []}
             config |= {"decode": {"max_new_tokens": 32, **decode}, "suite": {"path": prompts, "num_prompts": 16}, "repeats": 1}
             _run(root, ("eval.run",), output / f"{name}, {way}", config)
 

@@ -157,7 +157,6 @@ def evaluation_of(
         "decode": decode | tree | {"num_speculative_tokens": max(drafts, len(branching))},
         "repeats": config.repeats,
         "baselines": baselines,
-        "generate_prompts": 0,
         "lookup_answers": run.config.data.train,
     }
 

@@ -84,7 +84,6 @@ def _in_small(run: RunConfig, facts: Facts) -> RunConfig:
         "suite.num_prompts": PROMPTS,
         "decode.max_new_tokens": DECODED,
         "repeats": 1,
-        "generate_prompts": 0,
     }
     evaluation |= {"suites": [HOUSE | {"num_prompts": PROMPTS}]}
     return run.model_copy(

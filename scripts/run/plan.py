@@ -252,9 +252,7 @@ def choose(run: RunConfig, facts: Facts, rates: Rates, *, checks: bool) -> list[
     ]
     if isinstance(plan.config, PlanHeadsConfig):
         choices.append(Choice("train.sanity.enabled", False, "the dry run has checked that this head learns and is read back"))
-    if not (cost := facts.cost(run)):
-        choices.append(Choice("eval.generate_prompts", 0, "skips the comparison with generate()"))
-    for key, value in cost.items():
+    for key, value in facts.cost(run).items():
         choices.append(Choice(f"eval.{key}", value, "times rounds, to predict the speed at other batch sizes"))
     if found.cached:
         size = found.num_prompts * budget.mean_trained(found.max_new_tokens) * plan.cache_row_bytes / 2**30

@@ -12,7 +12,7 @@ from configs.runtime.files import sha256_of
 from configs.runtime.loading import load_config
 from configs.schema.evaluation import GateConfig, GateRule
 from eval.gate import add_arguments, main
-from eval.release import Artifact, Finding, GateVerdict, as_markdown, judge
+from eval.release import Artifact, judge
 from eval.report.schema import write_report
 from tests.support.reports import changed
 
@@ -323,20 +323,3 @@ def test_every_gate_that_comes_along_fails_a_draft_that_prompt_lookup_beats(repo
     failed = [each.check for each in judge(beaten, config, report).findings if each.outcome == "fail"]
     assert len(failed) == 1
     assert "prompt_lookup" in failed[0]
-
-
-# --- a verdict as text ----------------------------------------------------------------------------------------------
-
-
-def finding(outcome, **changes):
-    values = {"check": "tau", "value": 1.7, "low": 1.4, "high": 2.0, "required": "at least 1.5", "reason": "why"}
-    return Finding(outcome=outcome, **values | changes)
-
-
-def test_the_summary_for_a_pull_request_names_the_draft_and_has_a_row_a_check(report):
-    text = as_markdown(GateVerdict(findings=(finding("pass", reason=""), finding("inconclusive"))), report)
-    assert text.startswith("## ❔ inconclusive: draft `runs/distill/artifact` (bbbbbbbbbbbb)")
-    assert f"{report.speed.decode_speedup:.2f}× " in text
-    assert "the speed of plain decoding" in text
-    assert "| PASS | tau | 1.7 \\[1.400, 2.000] | at least 1.5 |  |" in text
-    assert "| INCONCLUSIVE | tau | 1.7 \\[1.400, 2.000] | at least 1.5 | why |" in text

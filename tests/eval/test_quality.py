@@ -26,16 +26,8 @@ def target(tiny_llama, as_target):
 
 
 def answer(number, mode, tokens, stop_reason="eos", turn=0):
-    return Generation(
-        prompt_id=f"q{number}",
-        category="maths",
-        mode=mode,
-        prompt_tokens=(7, 8, 9 + number),
-        tokens=tuple(tokens),
-        rounds=(),
-        stop_reason=stop_reason,
-        turn=turn,
-    )
+    labels = {"prompt_id": f"q{number}", "category": "maths", "mode": mode, "stop_reason": stop_reason, "turn": turn}
+    return Generation(prompt_tokens=(7, 8, 9 + number), tokens=tuple(tokens), rounds=(), **labels)
 
 
 def judge(target, pairs, quality, references=None, **changed):

@@ -1,21 +1,16 @@
-"""The sweep runs the rounds it says it runs, speedups are interpolated, transformers' `generate` is timed on the same work."""
+"""The sweep decodes in the ways it says, and speedups are interpolated."""
 
 from dataclasses import replace
-from itertools import count
-from types import SimpleNamespace
 
 import pytest
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import CostConfig
 from eval import timing
-from eval.decoder.decode import Request, generate
+from eval.decoder.decode import Request
 from eval.report.schema import TimedRound
 from eval.timing import Prediction, predict_speed, sweep_rounds
-from heads.frozen.loading import load_target
 from heads.proposers.draft_lm import DraftLM
-from tests.support.evaluations import tiny_evaluation
 
 SWEEP = CostConfig(num_speculative_tokens=5, batch_sizes=[1, 3], repeats=2)
 REQUESTS = [Request(prompt_id=f"q{number}", category="c", tokens=(5, 6 + number, 7)) for number in range(3)]
@@ -83,43 +78,3 @@ def test_what_pays_is_found_among_the_batches_that_were_timed_and_those_between(
     assert 1 <= found.break_even_batch_size == max(paying)
     beyond = predict_speed(TIMED, [0.01], drafts=2, batch=32)
     assert (beyond.decode_speedup, beyond.best_num_speculative_tokens, beyond.break_even_batch_size) == (None, None, 0)
-
-
-# --- generate -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def evaluation(tiny_run, tmp_path):
-    return tiny_evaluation(tiny_run, tmp_path / "out", generate_prompts=2)
-
-
-def test_both_sides_write_the_same_tokens_and_the_first_pair_is_not_counted(evaluation, monkeypatch):
-    target, own, written = load_target(evaluation.target), timing._generate, []
-    monkeypatch.setattr(timing, "_generate", lambda *args: written.append(own(*args)) or written[-1])
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=count().__next__))  # each side takes a second
-    found = timing.time_generate(target, REQUESTS, evaluation)
-    plain = generate(target, [each.tokens for each in REQUESTS[:2]], DecodeConfig(num_speculative_tokens=0, max_new_tokens=8))
-    assert written == [len(plain[0]), *map(len, plain)]
-    pace = pytest.approx(1000 * 2 / sum(map(len, plain)))
-    assert (found.num_prompts, found.milliseconds_per_token_autoregressive, found.milliseconds_per_token_generate) == (
-        2,
-        pace,
-        pace,
-    )
-    assert not any(parameter.requires_grad for parameter in target.model.parameters())
-
-
-def test_an_answer_ends_with_the_context_on_both_sides(evaluation, as_target, monkeypatch):
-    settings = GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None)
-    own, written = timing._generate, []
-    monkeypatch.setattr(timing, "_generate", lambda *args: written.append(own(*args)) or written[-1])
-    target = as_target(GPT2LMHeadModel(settings).eval())
-    longer = evaluation.model_copy(update={"decode": DecodeConfig(num_speculative_tokens=0, max_new_tokens=40)})
-    assert timing.time_generate(target, REQUESTS, longer).num_prompts == 2
-    (plain,) = generate(target, [REQUESTS[0].tokens], longer.decode)
-    assert (written, len(plain)) == ([29, 29, 29], 29)
-
-
-@pytest.mark.parametrize("changes", [{"generate_prompts": 0}, {"decode": DecodeConfig(temperature=1.0)}])
-def test_work_that_generate_does_not_do_is_not_timed(evaluation, changes):
-    assert timing.time_generate(load_target(evaluation.target), REQUESTS, evaluation.model_copy(update=changes)) is None

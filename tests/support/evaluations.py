@@ -30,7 +30,6 @@ def tiny_evaluation(
         "repeats": 1,
         "lookup_num_speculative_tokens": 2,  # None would be chosen by time, as the next
         "lookup_expects": 0.2,
-        "generate_prompts": 0,
         "warmup_prompts": 0,
         "lossless": LosslessConfig(first_token_samples=64),
         "output": str(output),

@@ -12,9 +12,10 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig, DynamicTree, StaticTree
 from eval.decoder.decode import decode, generate
 from heads.artifact import load_draft, save_draft_lm
-from heads.frozen.hidden_states import forward_states
+from heads.frozen.hidden_states import blocks, forward_states
 from heads.metadata import read_metadata
 from heads.proposers.draft_lm import DraftLM
+from tests.support.corrected import corrected
 from tests.support.decoding import PROMPTS, requests_for
 
 PLAIN = DecodeConfig(num_speculative_tokens=0, max_new_tokens=24)
@@ -135,6 +136,35 @@ def test_equal_prompts_are_read_once_and_answered_each_for_itself(target, draft,
 
     assert (seen[0], told) == (3, [5])
     assert tokens_of(together) == tokens_of(alone)
+
+
+# --- what the models read -----------------------------------------------------------------------------------------
+
+
+def lengths_read(model):
+    """Return a list that is told how many tokens a row goes through a model's first block in each forward."""
+    lengths = []
+    blocks(model)[0].register_forward_hook(lambda _, args, output: lengths.append(args[0].shape[1]))
+    return lengths
+
+
+@pytest.mark.parametrize("right", [(3,), (0,), (3, 0, 2, 3, 1)], ids=["all", "none", "some"])
+def test_a_round_of_a_chain_reads_each_token_once(as_target, tiny_llama, right):
+    """The target reads the pending token and G drafts; the draft all but the last, which it lacks after a full acceptance."""
+    target, model = as_target(tiny_llama(seed=1)), tiny_llama(seed=2)
+    requests = requests_for(PROMPTS[:1])
+    (alone,), _ = decode(target, requests, PLAIN)
+    proposer = corrected(DraftLM(model, 64), [[*PROMPTS[0], *alone.tokens]], right)
+    by_target, by_draft = lengths_read(target.model), lengths_read(model)
+    (generation,), _ = decode(target, requests, PLAIN.model_copy(update={"num_speculative_tokens": 3}), proposer)
+    assert generation.tokens == alone.tokens
+    expected, whole = [len(PROMPTS[0])], False
+    for round_ in generation.rounds:
+        if round_.drafted:
+            expected += [2 if whole else 1] + [1] * (len(round_.drafted) - 1)
+        whole = round_.num_accepted == len(round_.drafted) > 0
+    assert by_target == [len(PROMPTS[0]), *(1 + len(round_.drafted) for round_ in generation.rounds)]
+    assert by_draft == expected
 
 
 # --- what is no number, or no token -----------------------------------------------------------------------------------

@@ -112,17 +112,9 @@ def prompt(*turns, name="q0", history=()):
     return Prompt(prompt_id=name, category="c", turns=turns, history=history)
 
 
-def answer(*tokens, turn=0, name="q0", stop_reason="length"):
-    return Generation(
-        prompt_id=name,
-        category="c",
-        mode=AUTOREGRESSIVE,
-        prompt_tokens=(),
-        tokens=tokens,
-        rounds=(),
-        stop_reason=stop_reason,
-        turn=turn,
-    )
+def answer(*tokens, turn=0, stop_reason="length"):
+    labels = {"prompt_id": "q0", "category": "c", "mode": AUTOREGRESSIVE, "stop_reason": stop_reason, "turn": turn}
+    return Generation(prompt_tokens=(), tokens=tokens, rounds=(), **labels)
 
 
 @pytest.fixture
