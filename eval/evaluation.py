@@ -151,10 +151,7 @@ def _load(config: EvalConfig, suites: Sequence[Suite]) -> Loaded:
     draft = load_evaluated(config, target)
     for warning in draft.warnings:
         log.warning("%s", warning)
-    fitted = [
-        fit_suite(suite, target, each.on_too_long, config.decode.max_new_tokens)
-        for suite, each in zip(suites, config.all_suites, strict=True)
-    ]
+    fitted = [fit_suite(suite, target, each.on_too_long) for suite, each in zip(suites, config.all_suites, strict=True)]
     fitted = [replace(suite, trained_on=trained_on(suite.prompts, draft.paths)) for suite in fitted]
     suite_of = {prompt.prompt_id: suite.name for suite in fitted for prompt in suite.prompts}
     turns = Turns(target, [prompt for suite in fitted for prompt in suite.prompts], suite_of)

@@ -22,7 +22,7 @@ from configs.runtime.files import drop_leftovers, find_shipped, folder_lock, wri
 from configs.runtime.run_record import write_run_record
 from configs.schema.training import DistillConfig, HeadsConfig, ScheduleConfig
 from distill.cache.reader import MANIFEST, TargetCache, check_fits, open_cache
-from distill.dataset.batches import ConversationDataset, make_loader, make_packed_loader
+from distill.dataset.batches import ConversationDataset, make_loader
 from distill.dataset.conversations import (
     Conversation,
     check_held_out,
@@ -122,9 +122,7 @@ def make_training_loader(config: Recipe, dataset: ConversationDataset, *, num_ba
     batch_size, seed, length = config.schedule.batch_size, config.schedule.seed, config.data.row_length
     if isinstance(config, DistillConfig) and config.policy.on_policy:
         num_batches = 1  # of equally many rows: the draft writes on as many in all processes
-    if length is None:
-        return make_loader(dataset, batch_size, seed=seed, num_batches=num_batches)
-    return make_packed_loader(dataset, batch_size, pack_length=length, seed=seed)
+    return make_loader(dataset, batch_size, seed=seed, num_batches=num_batches, pack_length=length)
 
 
 def load_materials(config: Recipe, accelerator: Accelerator) -> Materials:

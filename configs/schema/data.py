@@ -44,21 +44,6 @@ class ServerConfig(Settings):
         yield from unless_a_variable(self.api_key_variable)
 
 
-# What a steered prompt asks for (`distill.generation.self_seeding`).
-PromptKind = Literal[
-    "free",
-    "question",
-    "advice",
-    "writing",
-    "code",
-    "maths",
-    "roleplay",
-    "structured",
-    "sentence",
-    "other_language",
-]
-
-
 class PromptsConfig(Settings):
     """Where prompts come from: the target itself, files, or a `datasets` data set."""
 
@@ -70,20 +55,17 @@ class PromptsConfig(Settings):
     subset: str | None = None  # dataset: configuration name
     split: str = "train"  # dataset
     # The column that holds the prompt, as a text, a list of turns or chat messages; where it is not named, in rows that are no
-    # chat (distill/generation/sources.py)
+    # chat (distill/generation/row_forms.py)
     field: str = "prompt"
     answer_field: str | None = None  # the column where the answer to it stands, if there is one
     # In place of a column: a text made of several, as by Python's str.format, such as "{passage}\n\n{doc[question]}"
     template: str | None = None
-    # A prompt that fills the target's context ends the run, is left out, or loses the middle of its last message.
-    on_too_long: Literal["refuse", "skip", "truncate"] = "refuse"
+    on_too_long: Literal["refuse", "skip"] = "refuse"  # a prompt that fills the target's context ends the run, or is left out
     category: str = ""  # of prompts without one; empty: self_seeded, or uncategorised where they are read
     system: str | None = None  # the system message of prompts that have none; None: none, so that of the chat template
     max_prompt_tokens: PositiveInt = 96  # self_seeded: a turn that has not ended by then is dropped
     temperature: PositiveFloat = 1.0  # self_seeded
     top_p: PositiveShare = 0.95  # self_seeded
-    # self_seeded: what kinds of prompts the target is led to write, by weight, e.g. {question: 2, code: 1}. None: any
-    kinds: dict[PromptKind, PositiveFloat] | None = None
 
     def objections(self) -> Iterator[str]:
         if (self.source == "self_seeded") == (self.path is not None):
@@ -92,8 +74,6 @@ class PromptsConfig(Settings):
             yield f"revision is for source 'dataset' only, got source {self.source!r}"
         if self.template is not None and self.answer_field is not None:
             yield "template takes the place of answer_field: leave it out"
-        if self.kinds is not None and (self.source != "self_seeded" or not self.kinds):
-            yield f"kinds names at least one kind, and only for source 'self_seeded', got {self.kinds}"
 
     @property
     def names_a_column(self) -> bool:
@@ -120,7 +100,6 @@ class DataConfig(Settings):
     server: ServerConfig | None = None  # answers.written_by server; the local target writes self-seeded prompts
     held_out_share: Share = 0.1  # decided by a hash of the prompt, so that it never moves between runs
     seed: NonNegativeInt = 0  # of sampled prompts and answers
-    process_timeout_seconds: PositiveInt = 86_400  # how long several processes wait for one that is still at its share
     output: str = "runs/data"  # folder: train.jsonl, held_out.jsonl, manifest.json
 
     def objections(self) -> Iterator[str]:
@@ -143,9 +122,6 @@ def unless_served(written_by: str, server: ServerConfig | None) -> Iterator[str]
         )
 
 
-CacheDtype = Dtype | Literal["float8_e4m3fn"]
-
-
 class CacheConfig(Settings):
     """`scripts/cache.py`: the target's outputs on training conversations, computed once and kept."""
 
@@ -154,15 +130,10 @@ class CacheConfig(Settings):
     max_length: PositiveInt = 512  # tokens; longer conversations are cut at the end. Training may cut shorter, not longer
     # The states after these blocks too (h_0 is the embedding output), for heads; [] where the final state alone is read
     taps: list[NonNegativeInt] = []
-    # Of hidden states. float8_e4m3fn, for taps: 8 bits and a scale for each row of theirs; the final state, of which the
-    # target's distribution is computed, then stays in bfloat16
-    dtype: CacheDtype = "bfloat16"
+    dtype: Dtype = "bfloat16"  # of hidden states
     batch_size: PositiveInt = 8  # conversations a forward of the target
     shard_megabytes: PositiveFloat = 64.0  # size of a file; a cut-off run loses the files under way
-    process_timeout_seconds: PositiveInt = 7200  # how long processes wait for each other
     output: str = "runs/cache"  # folder: manifest.json, shard-00000.safetensors, ...
 
     def objections(self) -> Iterator[str]:
-        if self.dtype == "float8_e4m3fn" and not self.taps:
-            yield "dtype float8_e4m3fn is for taps, and there are none: name them, or give bfloat16"
         yield from unless_rising("taps", self.taps, "state")

@@ -56,8 +56,8 @@ class SuiteConfig(Settings):
     split: str = "test"  # data set
     num_prompts: PositiveInt | None = None  # None: all; otherwise spread evenly over the categories
     system: str | None = None  # the system message of prompts that have none; None: none, so that of the chat template
-    # A first turn that fills the target's context ends the run, is left out, or loses its middle; the report warns of how many
-    on_too_long: Literal["refuse", "skip", "truncate"] = "refuse"
+    # A first turn that fills the target's context ends the run, or is left out; the report warns of how many
+    on_too_long: Literal["refuse", "skip"] = "refuse"
 
     @property
     def label(self) -> str:

@@ -52,8 +52,7 @@ class EngineStatesConfig(Settings):
     urls: list[str]  # of their APIs, as http://node1:8000/v1; work goes to whichever has time
     path: str  # a folder that servers and training share; files in it are deleted once read
     api_key_variable: str | None = None  # name of the environment variable that holds the servers' key
-    # requests in flight at each server, of one process; a list: a number for each of urls
-    concurrency: PositiveInt | list[PositiveInt] = 16
+    concurrency: PositiveInt = 16  # requests in flight at each server, of one process
     # micro-batches whose states are requested ahead, and wait in memory; scripts/cache.py requests those of a shard
     prefetch: PositiveInt = 4
     timeout_seconds: PositiveFloat = 120.0  # of a request, and of waiting for its file
@@ -67,13 +66,6 @@ class EngineStatesConfig(Settings):
         yield from unless_a_variable(self.api_key_variable)
         if not self.urls or len({url.rstrip("/") for url in self.urls}) < len(self.urls):
             yield f"urls must name at least one server, and each once, got {self.urls}"
-        if isinstance(self.concurrency, list) and len(self.concurrency) != len(self.urls):
-            yield f"concurrency has {len(self.concurrency)} numbers for {len(self.urls)} urls: give one for each, or one"
-
-    @property
-    def limits(self) -> list[int]:
-        """How many requests each server gets at a time."""
-        return self.concurrency if isinstance(self.concurrency, list) else [self.concurrency] * len(self.urls)
 
 
 class TargetConfig(Settings):

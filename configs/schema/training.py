@@ -152,7 +152,6 @@ class PolicyConfig(Settings):
 
     on_policy: PositiveShare | None = None  # of each batch: the draft writes the answer anew; None: of no row
     temperature: Temperature = 1.0  # of the draft's draws; 0 is greedy
-    max_new_tokens: PositiveInt | None = None  # longest answer; None: as long as the one in the data
 
 
 class TrainingDataConfig(Settings):
@@ -186,9 +185,7 @@ class TrainingDataConfig(Settings):
 class ScheduleConfig(Settings):
     """Batches, length and intervals of a training run; intervals are in optimiser steps."""
 
-    # Conversations (data.packing: rows of them) a process and micro-step. Of several micro-batches a step, that is their mean:
-    # those of longer conversations have fewer, so that all take about as long
-    batch_size: PositiveInt = 8
+    batch_size: PositiveInt = 8  # conversations (data.packing: rows of them) a process and micro-batch
     gradient_accumulation_steps: PositiveInt = 1  # micro-batches of an optimiser step, in each process
     epochs: PositiveInt = 1  # passes over the training data
     max_steps: PositiveInt | None = None  # in place of epochs, fewer steps or more

@@ -5,7 +5,6 @@ rows of some conversations, one after the other, in these tensors:
 
     hidden       [N, E]          the target's final, normed hidden state; its head computes the exact logits from it
     h_2, ...     [N, E]          the state of each tap (`heads.frozen.hidden_states` has the convention)
-    h_2_scale    [N], float32    of taps in 8 bits: what a row is multiplied by; `hidden` is then bfloat16
     log_sum      [N], float32    log of the sum of exp(logits) over all rows of the target's head
     top1         [N], int32      the most likely token
 
@@ -35,8 +34,7 @@ from torch import Tensor
 
 from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.files import inside, read_object
-from configs.schema.base import NonNegativeInt, PositiveInt, Settings
-from configs.schema.data import CacheDtype
+from configs.schema.base import Dtype, NonNegativeInt, PositiveInt, Settings
 from distill.dataset.batches import ConversationDataset, documents_of
 from distill.dataset.conversations import open_conversations
 from heads.device import upload
@@ -48,14 +46,12 @@ from heads.modules.interface import Batch, Normalisers
 
 MANIFEST = "manifest.json"
 SHARD = "shard-{number:05d}.safetensors"
-JOB = "job.json"  # what the shards beside it are made of
 MADE_OF = "job and checksum"  # metadata of a shard; a single entry, since safetensors writes several in any order
-FP8 = "float8_e4m3fn"
 REMAKE = "make the cache again with scripts/cache.py"
 CONVENTION = str(HiddenStates.model_fields["convention"].default)  # what a tap's number means, here and in artifacts
 
 # Files that a run may leave behind (scratch files of a killed one among them) and may delete.
-DISPOSABLE = re.compile(r"manifest\.json|job\.json|shard-\d+\.safetensors|\.shard-\d.*|\.(manifest|job|run)\.json\..*")
+DISPOSABLE = re.compile(r"manifest\.json|shard-\d+\.safetensors|\.shard-\d.*|\.(manifest|run)\.json\..*")
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -63,15 +59,11 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 class RowLayout(Settings):
     """The tensors that are kept of each row."""
 
-    dtype: CacheDtype  # of hidden states; in 8 bits only taps are kept
+    dtype: Dtype  # of hidden states
     width: PositiveInt  # E
     taps: list[NonNegativeInt]  # states kept beside the final one
     convention: str = CONVENTION  # what the numbers in `taps` mean
     target_dtype: str  # of the target whose logits were normalised
-
-    @property
-    def scaled(self) -> bool:  # each row of a tap with a scale of its own
-        return self.dtype == FP8
 
     @property
     def bytes_per_row(self) -> int:
@@ -80,18 +72,12 @@ class RowLayout(Settings):
     def tensors(self, *rows: int) -> dict[str, tuple[list[int], torch.dtype]]:
         """Return shape and dtype of each tensor, by name, for rows `[*rows]`."""
         states, dtype = [*rows, self.width], getattr(torch, self.dtype)
-        kept = {"hidden": (states, torch.bfloat16 if self.scaled else dtype)}
-        kept |= {tap_name(tap): (states, dtype) for tap in self.taps}
-        kept |= {scale_name(tap): ([*rows], torch.float32) for tap in self.taps if self.scaled}
+        kept = dict.fromkeys(("hidden", *map(tap_name, self.taps)), (states, dtype))
         return kept | {"log_sum": ([*rows], torch.float32), "top1": ([*rows], torch.int32)}
 
 
 def tap_name(tap: int) -> str:
     return f"h_{tap}"
-
-
-def scale_name(tap: int) -> str:
-    return f"h_{tap}_scale"
 
 
 class CacheManifest(Settings):
@@ -162,13 +148,8 @@ class TargetCache:
 
         `taps` are some of the cache's (`check_keeps`), in the order in which they are wanted.
         """
-        names = ["hidden", *map(tap_name, taps)]
-        scales = dict(zip(names[1:], map(scale_name, taps), strict=True)) if self.manifest.layout.scaled else {}
-        kept = self._rows(batch, [*names, *scales.values()])
-        for name, scale in scales.items():
-            kept[name] = kept[name].float() * kept[scale].unsqueeze(-1)
-        device = batch.input_ids_BT.device
-        final_BTE, *taps_ABTE = (upload(kept[name].to(self.dtype), device) for name in names)
+        kept, device = self._rows(batch, ["hidden", *map(tap_name, taps)]), batch.input_ids_BT.device
+        final_BTE, *taps_ABTE = (upload(states_BTE.to(self.dtype), device) for states_BTE in kept.values())
         return TargetStates(final_BTE=final_BTE, taps_ABTE=tuple(taps_ABTE))
 
     def normalisers(self, batch: Batch) -> Normalisers:
@@ -218,7 +199,7 @@ class TargetCache:
             raise _damaged(path, "it is no safetensors file") from error
 
     def _check(self, file: Any, number: int, path: Path) -> None:
-        job, _, checksum = str((file.metadata() or {}).get(MADE_OF)).partition(" ")
+        job, checksum = made_of(file)
         if job != self.manifest.job:
             raise _damaged(path, "it is of another cache")
         tensors = (file.get_tensor(name) for name in self.manifest.layout.tensors(0))
@@ -245,6 +226,12 @@ def check_fits(cache: TargetCache, dataset: ConversationDataset) -> None:
     if bool((dataset.lengths > cache.places.length_C[dataset.numbers]).any()):
         longest = f"{cache.manifest.max_length}, which target cache {cache.folder} was made with"
         raise ConfigError(f"data.max_length: expected at most {longest}, got {dataset.max_length}")
+
+
+def made_of(shard: Any) -> tuple[str, str]:
+    """Return the job that made an open shard, and the checksum of its tensors."""
+    job, _, checksum = str((shard.metadata() or {}).get(MADE_OF)).partition(" ")
+    return job, checksum
 
 
 def checksum_of(tensors: Iterable[Tensor]) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -31,7 +32,6 @@ from configs.runtime.terminal import progress
 from configs.schema.data import CacheConfig
 from distill.cache.reader import (
     DISPOSABLE,
-    JOB,
     MADE_OF,
     MANIFEST,
     SHARD,
@@ -39,8 +39,8 @@ from distill.cache.reader import (
     Places,
     RowLayout,
     checksum_of,
+    made_of,
     place_rows,
-    scale_name,
     tap_name,
 )
 from distill.dataset.batches import ConversationDataset, Example, collate
@@ -55,6 +55,7 @@ from heads.modules.interface import NO_DOCUMENT
 
 logger = logging.getLogger("draftsmith")
 
+LONGEST_WAIT_SECONDS = 86_400  # of processes for one that is still at its share
 CHUNK_SIZE = 128  # positions whose logits live at one time
 
 
@@ -64,7 +65,7 @@ def make_cache(config: CacheConfig) -> None:
     with ExitStack() as stack:
         check_folder(output)
         conversations = open_conversations(data_file)
-        state = join_processes(config.target, timeout_seconds=config.process_timeout_seconds)
+        state = join_processes(config.target, timeout_seconds=LONGEST_WAIT_SECONDS)
         if state.is_main_process:
             stack.enter_context(folder_lock(output))
         stack.enter_context(naming_lost_processes())
@@ -112,12 +113,11 @@ class CacheJob:
         if there:
             logger.info("%d of %d shards were finished by an earlier run", len(there), len(self._num_rows))
         check_room(self._folder, row * (num_rows - sum(self._num_rows[number] for number in there)))
-        keep = {JOB, *map(_file, there)} if self._is_resumed() else set()
+        keep = set(map(_file, there))
         for path in self._folder.glob("*"):
             if DISPOSABLE.fullmatch(path.name) and path.name not in keep:
                 path.unlink()
         self._folder.mkdir(parents=True, exist_ok=True)
-        write_json(self._folder / JOB, {"job": self.digest})
         write_run_record(self._folder, self.config)
 
     def work(self, *, rank: int, num_processes: int, writes: bool = True) -> None:
@@ -140,9 +140,8 @@ class CacheJob:
                 write.wait()
 
     def finished(self) -> set[int]:
-        if not self._is_resumed():
-            return set()
-        return {number for number in range(len(self._num_rows)) if (self._folder / _file(number)).is_file()}
+        """Return the shards that are there, made by this job."""
+        return {number for number in range(len(self._num_rows)) if _job_of(self._folder / _file(number)) == self.digest}
 
     def finish(self) -> CacheManifest:
         """Write the manifest, which completes the cache; `RuntimeError` where a shard is missing."""
@@ -192,13 +191,9 @@ class CacheJob:
     def _num_rows(self) -> list[int]:
         return self._places.rows_of_shards
 
-    def _is_resumed(self) -> bool:
-        path = self._folder / JOB
-        return path.is_file() and self.digest in path.read_text(encoding="utf-8")
-
     def _write(self, number: int, tensors: dict[str, Tensor]) -> None:
-        made_of = f"{self.digest} {checksum_of(tensors[name] for name in self.layout.tensors(0))}"
-        write_bytes(self._folder / _file(number), save(tensors, metadata={MADE_OF: made_of}))
+        checksum = checksum_of(tensors[name] for name in self.layout.tensors(0))
+        write_bytes(self._folder / _file(number), save(tensors, metadata={MADE_OF: f"{self.digest} {checksum}"}))
 
     def _tensors(self, number: int) -> dict[str, Tensor]:
         """Return the rows of a shard's conversations, one conversation after the other."""
@@ -235,22 +230,13 @@ def read_examples(
 @torch.no_grad()
 def encode(target: Target, layout: RowLayout, states_ANE: Sequence[Tensor]) -> dict[str, Tensor]:
     """Return what is kept of final states, which come first, and of those of the layout's taps, by name, on the CPU."""
-    hidden_NE, *taps_ANE = states_ANE
-    dtype = getattr(torch, layout.dtype)
-    kept = {"hidden": hidden_NE.to(torch.bfloat16 if layout.scaled else dtype)}
-    for tap, tap_NE in zip(layout.taps, taps_ANE, strict=True):
-        if layout.scaled:  # by which float8_e4m3fn reaches its largest value in each row
-            scale_N = tap_NE.float().abs().amax(-1) / torch.finfo(dtype).max
-            kept[scale_name(tap)] = scale_N = scale_N.where(scale_N > 0, torch.ones_like(scale_N))
-            tap_NE = tap_NE.float() / scale_N.unsqueeze(1)
-        kept[tap_name(tap)] = tap_NE.to(dtype)
+    names = ("hidden", *map(tap_name, layout.taps))
+    kept = {name: state_NE.to(getattr(torch, layout.dtype)) for name, state_NE in zip(names, states_ANE, strict=True)}
     # Of the state as it will be read: the sum of a rounded one's probabilities is then still 1.
-    read_1NE = kept["hidden"].to(hidden_NE.dtype).unsqueeze(0)
-    known = normalise(target.model, read_1NE[0], chunk_size=CHUNK_SIZE)
+    known = normalise(target.model, kept["hidden"].to(states_ANE[0].dtype), chunk_size=CHUNK_SIZE)
     kept |= {"log_sum": known.log_sum_P.float(), "top1": known.top1_P.int()}
     for name, values in kept.items():
-        # 8-bit numbers know no infinity, and torch cannot ask them for it.
-        if values.is_floating_point() and not bool((values if values.itemsize > 1 else values.float()).isfinite().all()):
+        if values.is_floating_point() and not bool(values.isfinite().all()):
             raise InputError(f"dtype: the target's {name} is not finite in {layout.dtype}; try bfloat16")
     return {name: values.cpu() for name, values in kept.items()}
 
@@ -286,3 +272,12 @@ def check_room(folder: Path, num_bytes: int) -> None:
 
 def _file(number: int) -> str:
     return SHARD.format(number=number)
+
+
+def _job_of(shard: Path) -> str | None:
+    """Return the job that made a shard; None where there is no whole one."""
+    try:
+        with safe_open(shard, framework="pt") as file:
+            return made_of(file)[0]
+    except (SafetensorError, OSError):
+        return None

@@ -1,8 +1,7 @@
 """Conversations as training batches: token ids, which of them are labels, positions, and documents.
 
 The order of an epoch depends on (seed, epoch) alone, so that a resumed run sees the batches of an uninterrupted one, whatever
-the number of processes. To reduce padding, conversations of similar length share a batch. Those of a step of several batches
-are balanced over them (`balanced`), so that no process waits for one with long rows.
+the number of processes. To reduce padding, conversations of similar length share a batch, and an optimiser step.
 Packing puts several conversations into one row, for models that keep the documents of a row apart
 (`heads.inference.model_checks`). Rows are filled once, by first-fit decreasing within windows of shuffled conversations, none
 of which is ever cut in two; their contents depend on the seed alone, the order of the rows on (seed, epoch).
@@ -12,9 +11,8 @@ B batch, T positions, C conversations of a row at most, N conversations, R rows.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from itertools import cycle, islice
+from collections.abc import Iterator, Sequence
+from itertools import chain, cycle, islice
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -101,11 +99,11 @@ class EpochSampler(Sampler[list[Item]]):
 
 
 class BucketedBatchSampler(EpochSampler[int]):
-    """Batches of indices: shuffled, sorted by length within windows of `window` batches, and shuffled as batches.
+    """Batches of indices: shuffled, sorted by length within windows, and shuffled as steps of `num_batches` batches.
 
-    A batch has `rows` of them; `num_batches` are those of an optimiser step over all processes, and then have as many on
-    average. Where the last step of an epoch has fewer conversations, it takes more of those that began it, or it would be
-    another step with another number of processes.
+    A batch has `rows` of them; `num_batches` are those of an optimiser step over all processes, of about as many positions
+    each, so that no process waits for one with long rows. Where the last step of an epoch has fewer conversations than
+    batches, it takes more of those that began it.
     """
 
     def __init__(
@@ -113,72 +111,48 @@ class BucketedBatchSampler(EpochSampler[int]):
     ) -> None:
         super().__init__(seed)
         self.lengths_N = torch.as_tensor(lengths, dtype=torch.int32)
-        self.rows = rows
         self.batch_size = rows if num_batches == 1 else None  # accelerate fills the last batches up to it
-        self.window = window
-        self.num_batches = num_batches
+        self.window, self.num_batches = window, num_batches
+        self._rows_of_step = num_batches * rows
 
     def __len__(self) -> int:
-        return math.ceil(len(self.lengths_N) / (self.num_batches * self.rows)) * self.num_batches
+        return math.ceil(len(self.lengths_N) / self._rows_of_step) * self.num_batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        buckets, first = self._buckets(), list[int]()
-        if self.num_batches == 1:
-            yield from buckets
-            return
-        while step := [index for bucket in islice(buckets, self.num_batches) for index in bucket]:
+        first = list[int]()
+        for step in self._steps():
             first = first or step
-            step += list(islice(cycle(first), max(0, self.num_batches - len(step))))
-            yield from balanced(step, self.lengths_N[step].tolist(), self.num_batches)
+            step += islice(cycle(first), max(0, self.num_batches - len(step)))
+            yield from (step[number :: self.num_batches] for number in range(self.num_batches))
 
-    def _buckets(self) -> Iterator[list[int]]:
-        generator = self.random_numbers()
+    def _steps(self) -> Iterator[list[int]]:
+        generator, rows = self.random_numbers(), self._rows_of_step
         order_N = torch.randperm(len(self.lengths_N), generator=generator)
-        num_full = len(order_N) // self.rows
-        full_N, rest_N = order_N.split([num_full * self.rows, len(order_N) - num_full * self.rows])
-        for part_N in full_N.split(self.window * self.rows):
+        num_full = len(order_N) // rows
+        full_N, rest_N = order_N.split([num_full * rows, len(order_N) - num_full * rows])
+        for part_N in full_N.split(self.window * rows):
             part_N.copy_(part_N[self.lengths_N[part_N].argsort(stable=True)])
         for number in torch.randperm(num_full, generator=generator).numpy():  # a tensor would become a list of tensors
-            yield full_N[number * self.rows : (number + 1) * self.rows].tolist()
+            yield full_N[number * rows : (number + 1) * rows].tolist()
         if len(rest_N):
             yield rest_N.tolist()
 
 
-def balanced(rows: Sequence[int], lengths: Sequence[int], num_batches: int) -> list[list[int]]:
-    """Return the rows as so many batches (fewer where there are fewer rows) of about as many positions each.
-
-    Rows of similar length share a batch, so that it has more of the shorter ones; the largest number of positions is the least
-    that batches of neighbours in the order of lengths can have.
-    """
-    order = sorted(range(len(rows)), key=lambda place: -lengths[place])
-    rows, lengths = [rows[place] for place in order], [lengths[place] for place in order]
-    num_batches = min(num_batches, len(rows))
-
-    def sizes(limit: int) -> list[int]:
-        """Return how many rows each batch takes under a limit of positions, and at the end how many are left."""
-        taken, done = [], 0
-        for left in range(num_batches - 1, -1, -1):
-            taken.append(min(limit // lengths[done], len(rows) - done - left))
-            done += taken[-1]
-        return [*taken, len(rows) - done]
-
-    limits = range(lengths[0], lengths[0] * len(rows) + 1)
-    limit = limits[bisect_left(limits, True, key=lambda each: sizes(each)[-1] == 0)]
-    taken = iter(rows)
-    return [list(islice(taken, size)) for size in sizes(limit)[:-1]]
-
-
-def make_loader(dataset: ConversationDataset, batch_size: int, *, seed: int, num_batches: int = 1) -> DataLoader[Batch]:
-    """Return a loader that accelerate can prepare; call `set_epoch` on its `batch_sampler` (or on the prepared loader)."""
-    return loader_of(dataset, BucketedBatchSampler(dataset.lengths, batch_size, seed=seed, num_batches=num_batches), collate)
-
-
-def loader_of(
-    dataset: Dataset[Any], sampler: EpochSampler[Item], collate: Callable[[Sequence[Any]], Batch]
+def make_loader(
+    dataset: ConversationDataset, batch_size: int, *, seed: int, num_batches: int = 1, pack_length: int | None = None
 ) -> DataLoader[Batch]:
-    """Return a loader of the sampler's batches; see `make_loader`."""
+    """Return a loader of batches, or of packed rows of `pack_length` tokens, that accelerate can prepare.
+
+    Call `set_epoch` on its `batch_sampler` (or on the prepared loader). `num_batches`: those of an optimiser step.
+    """
     # A generator of its own: without one a loader draws from torch's at each epoch, which changes the draws of a resumed run.
-    return DataLoader(dataset, batch_sampler=sampler, collate_fn=collate, generator=torch.Generator())
+    generator = torch.Generator()
+    rows: Dataset[Any] = dataset if pack_length is None else PackedDataset(dataset)
+    if pack_length is None:
+        buckets = BucketedBatchSampler(dataset.lengths, batch_size, seed=seed, num_batches=num_batches)
+        return DataLoader(rows, batch_sampler=buckets, collate_fn=collate, generator=generator)
+    packed = PackedBatchSampler(dataset.lengths, batch_size, pack_length=pack_length, seed=seed)
+    return DataLoader(rows, batch_sampler=packed, collate_fn=collate_packed, generator=generator)
 
 
 class Document(NamedTuple):
@@ -202,19 +176,32 @@ def documents_of(batch: Batch) -> Iterator[Document]:
 
 
 def collate(examples: Sequence[Example]) -> Batch:
-    lengths_B1 = torch.tensor([[len(example.input_ids)] for example in examples])
-    answer_starts_B1 = torch.tensor([[example.answer_start] for example in examples])
-    T = int(lengths_B1.max())
-    positions_BT = torch.arange(T).expand(len(examples), T)
-    inside_BT = positions_BT < lengths_B1
-    return Batch(
-        input_ids_BT=torch.tensor([[*example.input_ids, *[0] * (T - len(example.input_ids))] for example in examples]),
-        loss_mask_BT=inside_BT & (positions_BT >= answer_starts_B1),
-        position_ids_BT=positions_BT.contiguous(),
-        document_ids_BT=torch.where(inside_BT, 0, NO_DOCUMENT),
-        conversations_BC=torch.tensor([[example.conversation] for example in examples]),
-        media=BatchMedia.of([example.media_prompt for example in examples]),
+    """Return a batch of rows of one conversation each, the media of their prompts with them."""
+    media = BatchMedia.of([example.media_prompt for example in examples])
+    return _collate_rows([[example] for example in examples])._replace(media=media)
+
+
+def _collate_rows(rows: Sequence[Sequence[Example]]) -> Batch:
+    """Return a batch of rows of one conversation after the other: here alone a conversation becomes ids and labels."""
+    B, T, C = len(rows), max(sum(len(each.input_ids) for each in row) for row in rows), max(map(len, rows))
+    batch = Batch(
+        input_ids_BT=torch.zeros(B, T, dtype=torch.int64),
+        loss_mask_BT=torch.zeros(B, T, dtype=torch.bool),
+        position_ids_BT=torch.zeros(B, T, dtype=torch.int64),
+        document_ids_BT=torch.full((B, T), NO_DOCUMENT),
+        conversations_BC=torch.full((B, C), NO_DOCUMENT),
     )
+    for row, examples in enumerate(rows):
+        start = 0
+        for document, example in enumerate(examples):
+            end = start + len(example.input_ids)
+            batch.input_ids_BT[row, start:end] = torch.tensor(example.input_ids)
+            batch.loss_mask_BT[row, start + example.answer_start : end] = True
+            batch.position_ids_BT[row, start:] = torch.arange(T - start)  # overwritten by the next one
+            batch.document_ids_BT[row, start:end] = document
+            batch.conversations_BC[row, document] = example.conversation
+            start = end
+    return batch
 
 
 # --- packed rows
@@ -254,38 +241,11 @@ class PackedDataset(Dataset[list[Example]]):
         return [self.dataset[index] for index in row]
 
 
-def make_packed_loader(dataset: ConversationDataset, batch_size: int, *, pack_length: int, seed: int) -> DataLoader[Batch]:
-    """Return a loader of rows of `pack_length` tokens; as `distill.dataset.batches.make_loader` but for these."""
-    sampler = PackedBatchSampler(dataset.lengths, batch_size, pack_length=pack_length, seed=seed)
-    return loader_of(PackedDataset(dataset), sampler, collate_packed)
-
-
 def collate_packed(rows: Sequence[Sequence[Example]]) -> Batch:
-    B, T, C = len(rows), max(sum(len(each.input_ids) for each in row) for row in rows), max(map(len, rows))
-    batch = Batch(
-        input_ids_BT=torch.zeros(B, T, dtype=torch.int64),
-        loss_mask_BT=torch.zeros(B, T, dtype=torch.bool),
-        position_ids_BT=torch.zeros(B, T, dtype=torch.int64),
-        document_ids_BT=torch.full((B, T), NO_DOCUMENT),
-        conversations_BC=torch.full((B, C), NO_DOCUMENT),
-    )
-    for number, examples in enumerate(rows):
-        _fill(batch, number, examples)
-    return batch
-
-
-def _fill(batch: Batch, row: int, examples: Sequence[Example]) -> None:
-    start = 0
-    for document, example in enumerate(examples):
+    for example in chain.from_iterable(rows):
         if example.media_prompt is not None:
             raise InputError(f"data.packing: conversation {example.conversation} brings images or sounds; set it to null")
-        end = start + len(example.input_ids)
-        batch.input_ids_BT[row, start:end] = torch.tensor(example.input_ids)
-        batch.loss_mask_BT[row, start + example.answer_start : end] = True
-        batch.position_ids_BT[row, start:] = torch.arange(batch.position_ids_BT.shape[1] - start)  # overwritten by the next one
-        batch.document_ids_BT[row, start:end] = document
-        batch.conversations_BC[row, document] = example.conversation
-        start = end
+    return _collate_rows(rows)
 
 
 def _pack(lengths_N: np.ndarray, pack_length: int, seed: int, window: int) -> tuple[np.ndarray, np.ndarray]:

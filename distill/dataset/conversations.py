@@ -1,41 +1,30 @@
-"""Conversations on disk: a row, the file of rows with its index, and the manifest beside it.
+"""Conversations on disk: a row, the file of rows, and the manifest beside it.
 
 Training reads the token ids, never the text, which encoded again may come back as other tokens than the target chose. A file
-need not fit into memory: its index holds offset and lengths of each row, is made in one pass that checks every row, and is kept
-beside the file with the file's SHA-256. (Arrow files through `datasets` would hold the data twice, and coerce wrong values
-instead of refusing them with their line.) N rows.
+need not fit into memory: opening it checks every row in one pass, and keeps the offset and the lengths of each. (Arrow files
+through `datasets` would hold the data twice, and coerce wrong values instead of refusing them with their line.) N rows.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, overload
 
 import numpy as np
-from filelock import FileLock
 from pydantic import AfterValidator, BaseModel, Field, Strict, TypeAdapter, ValidationError
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from configs.runtime.errors import InputError
-from configs.runtime.files import downloads_folder, json_object, read_json, write_bytes
-from configs.runtime.resumable import fingerprint
-from heads.frozen.identity import TargetIdentity, remembered_sha256
+from configs.runtime.files import read_json
+from heads.frozen.identity import TargetIdentity
 from heads.frozen.media import MediaPrompt
 from heads.frozen.tokenizer import SOUND
 
-log = logging.getLogger("draftsmith")
-
 WHAT = "conversations file"
-INDEX_SUFFIX = ".index.safetensors"
-INDEX_VERSION = 3
 COLUMNS = {"offsets": np.int64, "prompt_lengths": np.int32, "answer_lengths": np.int32, "user_texts": np.int64}
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -50,29 +39,24 @@ def _with_role_and_content(message: Message) -> Message:
     return message
 
 
-# What a field must be, in words, is its description.
-Text = Annotated[str, Field(description="a text")]
 Count = Annotated[int, Strict(), Field(ge=0)]
-TokenIds = Annotated[tuple[Count, ...], Field(min_length=1, description="a list of token ids, at least one")]
-Messages = Annotated[
-    tuple[Annotated[Message, AfterValidator(_with_role_and_content)], ...], Field(description="a list of {role, content}")
-]
+TokenIds = Annotated[tuple[Count, ...], Field(min_length=1)]
+Messages = tuple[Annotated[Message, AfterValidator(_with_role_and_content)], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
     """One answered turn. A prompt of several turns gives one of these for each, all with the same `prompt_id`."""
 
-    prompt_id: Text
-    category: Text
-    turn: Annotated[Count, Field(description="a whole number from 0")]  # which of the prompt's turns is answered
+    prompt_id: str
+    category: str
+    turn: Count  # which of the prompt's turns is answered
     messages: Messages  # ends with the assistant's answer
     prompt_ids: TokenIds  # everything the target read, chat template included
     answer_ids: TokenIds  # everything the target wrote, its end-of-text token included
-    ended: Annotated[bool, Strict(), Field(description="true or false")]  # False: cut off at the longest length allowed
-    tools: Annotated[tuple[dict[str, Any], ...], Field(description="a list of objects")] = ()  # that the assistant may call
-    # Of a prompt with images or sounds, whose places are in `prompt_ids`
-    media_prompt: Annotated[MediaPrompt | None, Field(description="an object of text and media")] = None
+    ended: Annotated[bool, Strict()]  # False: cut off at the longest length allowed
+    tools: tuple[dict[str, Any], ...] = ()  # that the assistant may call
+    media_prompt: MediaPrompt | None = None  # of a prompt with images or sounds, whose places are in `prompt_ids`
 
     def to_line(self) -> str:
         """Return the row as one line of JSON, all but ASCII escaped: some readers end a line at U+2028."""
@@ -86,20 +70,21 @@ class Conversation:
         return "\n".join([*said, *media_names(() if self.media_prompt is None else self.media_prompt.media)])
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], where: str) -> Conversation:
-        """Read back one row; `where` names the file and line in errors."""
-        try:
-            return _ROW.validate_python(values)
-        except ValidationError as error:
-            finding = error.errors(include_url=False)[0]
-            name = str(finding["loc"][0])
-        if finding["type"] == "missing":
-            raise InputError(f"{where}: the conversation has no {name!r}; make the data of chats with scripts/data.py")
-        accepted = _ROW.json_schema()["properties"][name]["description"]
-        raise InputError(f"{where}: {name!r} must be {accepted}, got {str(values[name])[:60]!r}")
+    def from_dict(cls, values: Any) -> Conversation:
+        """Return a row from what `asdict` made of it."""
+        return _ROW.validate_python(values)
 
 
 _ROW = TypeAdapter(Conversation)
+
+
+def read_row(line: bytes, where: str) -> Conversation:
+    """Read a row back; `where` names the file and line in errors."""
+    try:
+        return _ROW.validate_json(line)
+    except ValidationError as error:
+        finding = error.errors(include_url=False, include_input=False)[0]
+        raise InputError(f"{where}: {'.'.join(map(str, finding['loc'])) or 'row'}: {finding['msg']}") from error
 
 
 def read_conversations(path: Path) -> list[Conversation]:
@@ -143,7 +128,7 @@ class ConversationFile(Sequence[Conversation]):
         try:
             with self.path.open("rb") as file:
                 file.seek(offset)
-                row = Conversation.from_dict(json_object(file.readline(), where), where)
+                row = read_row(file.readline(), where)
         except OSError as error:
             raise InputError(f"cannot read {WHAT} {self.path}: {error.strerror or error}") from error
         except InputError as error:
@@ -154,20 +139,10 @@ class ConversationFile(Sequence[Conversation]):
 
 
 def open_conversations(path: Path) -> ConversationFile:
-    """Open a conversations file by its index, which one process of a machine makes where there is none of this file."""
-    if not path.is_file():
-        raise InputError(f"{WHAT} not found: {path}")
-    kept, sha256 = path.with_name(path.name + INDEX_SUFFIX), remembered_sha256(path)
-    index = _read_index(kept, sha256)
-    if index is None:
-        lock = FileLock(downloads_folder() / "hashes" / f"{fingerprint('index', str(path.resolve()))}.lock")
-        with suppress(OSError):  # where no lock can be had, every process makes it
-            Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
-            lock.acquire()
-        try:
-            index = _read_index(kept, sha256) or _make_index(path, kept, sha256)
-        finally:
-            lock.release()
+    """Check every row of a conversations file, and open it."""
+    index = _index(_read_rows(path))
+    if not len(index.offsets):
+        raise InputError(f"{WHAT} {path} is empty")
     return ConversationFile(path, index)
 
 
@@ -250,31 +225,6 @@ def describe_data(path: Path) -> dict[str, Any]:
     return dict(counts) if isinstance(counts, dict) else {}
 
 
-def _read_index(path: Path, sha256: str) -> Index | None:
-    """Return the index kept for a file of this hash, None where there is none that can be used."""
-    if not path.is_file():
-        return None
-    try:
-        with safe_open(path, framework="numpy") as file:
-            if file.metadata() != _metadata(sha256):
-                return None
-            return Index(**{name: file.get_tensor(name) for name in Index._fields})
-    except (SafetensorError, OSError) as error:
-        log.info("index %s cannot be read (%s) and is made again", path, error)
-        return None
-
-
-def _make_index(path: Path, kept: Path, sha256: str) -> Index:
-    index = _index(_read_rows(path))
-    if not len(index.offsets):
-        raise InputError(f"{WHAT} {path} is empty")
-    try:
-        write_bytes(kept, save(index._asdict(), metadata=_metadata(sha256)))
-    except InputError as error:
-        log.info("%s: every run will make the index of its conversations again", error)
-    return index
-
-
 def _index(rows: Iterable[tuple[int, Conversation]]) -> Index:
     counts: Counter[int] = Counter()
 
@@ -295,17 +245,12 @@ def _read_rows(path: Path) -> Iterator[tuple[int, Conversation]]:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    where = f"{WHAT} {path}, line {number}"
-                    yield offset, Conversation.from_dict(json_object(line, where), where)
+                    yield offset, read_row(line, f"{WHAT} {path}, line {number}")
                 offset += len(line)
     except FileNotFoundError as error:
         raise InputError(f"{WHAT} not found: {path}") from error
     except OSError as error:
         raise InputError(f"cannot read {WHAT} {path}: {error.strerror or error}") from error
-
-
-def _metadata(sha256: str) -> dict[str, str]:
-    return {"index": f"format {INDEX_VERSION} of data {sha256}"}  # a single entry: safetensors writes several in any order
 
 
 def _read_manifest(path: Path) -> DataManifest:

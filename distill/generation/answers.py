@@ -14,8 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from configs.runtime.resumable import Journal, Place
 from configs.runtime.terminal import progress
 from configs.schema.data import AnswersConfig
@@ -114,7 +112,7 @@ class AnswerJob:
         needs = [self._room(number) for number in range(len(self.prompts))]
         order = sorted(range(len(needs)), key=lambda number: (-needs[number], number))  # the longest first
         own, finished = order[rank::num_processes], self.finished()
-        missing = [number for number in own if not finished[number]]
+        missing = [number for number in own if number not in finished]
         journal, group = self.journal(rank), dict[str, Any]()
         source = TargetSource(
             self.target, self.config, capacity=min(self.target.max_positions, needs[missing[0]]) if missing else 0
@@ -150,30 +148,23 @@ class AnswerJob:
     def journal(self, rank: int) -> Journal:
         return Journal(self.folder / ANSWER_JOURNALS.format(rank=rank), self.fingerprint)
 
-    def finished(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        found = np.zeros(len(self.prompts), bool)
-        for _, key, _, _ in self._pieces():
-            found[int(key)] = True
-        return found
+    def finished(self) -> set[int]:
+        return {number for _, number, _, _ in self._pieces()}
 
     def collect(self) -> Answered:
         """Return what all processes wrote; `RuntimeError` where one has not finished."""
-        journals: list[Journal] = []
-        places = np.full((len(self.prompts), 3), -1)  # of the journal, and in it
+        places: dict[int, tuple[Journal, Place]] = {}
         dropped = Counter[str]()
-        for journal, key, place, piece in self._pieces():
-            if journal not in journals:
-                journals.append(journal)
-            places[int(key)] = (journals.index(journal), *place)
+        for journal, number, place, piece in self._pieces():
+            places[number] = journal, place
             dropped.update(piece["dropped"])
-        missing = np.flatnonzero(places[:, 0] < 0)
-        if len(missing):
-            raise RuntimeError(f"answers to {len(missing)} prompts are missing in {self.folder}, the first is {missing[0]}")
+        if missing := len(self.prompts) - len(places):
+            raise RuntimeError(f"answers to {missing} prompts are missing in {self.folder}")
         numbers = {prompt.prompt_id: number for number, prompt in enumerate(self.prompts)}
 
         def rows_of(prompt: Prompt) -> list[Conversation]:
-            which, *place = places[numbers[prompt.prompt_id]].tolist()
-            return [Conversation.from_dict(row, "a finished piece") for row in journals[which].piece(Place(*place))["rows"]]
+            journal, place = places[numbers[prompt.prompt_id]]
+            return [Conversation.from_dict(row) for row in journal.piece(place)["rows"]]
 
         return Answered(rows_of, dropped)
 
@@ -181,16 +172,14 @@ class AnswerJob:
         """Return about how many positions a prompt's turns take, their answers at their longest."""
         prompt = self.prompts[number]
         length = self.lengths[number] if self.lengths else len(prompt.user_text)
-        return length + self._longest(number) + sum(len(turn) + TEMPLATE_TOKENS for turn in prompt.turns[1:])
+        answers = len(prompt.turns) * self.config.max_new_tokens
+        return length + answers + sum(len(turn) + TEMPLATE_TOKENS for turn in prompt.turns[1:])
 
-    def _longest(self, number: int) -> int:
-        return len(self.prompts[number].turns) * self.config.max_new_tokens
-
-    def _pieces(self) -> Iterator[tuple[Journal, str, Place, Any]]:
+    def _pieces(self) -> Iterator[tuple[Journal, int, Place, Any]]:
+        """Yield what is finished: its journal, the prompt's number, its place and its content."""
         for path in sorted(self.folder.glob(ANSWER_JOURNALS.format(rank="*"))):
             journal = Journal(path, self.fingerprint)
-            for found in journal.scan():
-                yield journal, *found
+            yield from ((journal, int(key), place, piece) for key, place, piece in journal.scan())
 
 
 def existing_answers(target: Target, max_new_tokens: int) -> Answered:

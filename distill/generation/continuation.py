@@ -80,46 +80,41 @@ class TokenSource(Protocol):
 
 
 @torch.inference_mode()
-def continue_requests(
-    source: TokenSource,
-    requests: Iterable[Request],
-    *,
-    seed: int,
-    batch_size: int | None = None,
-) -> None:
+def continue_requests(source: TokenSource, requests: Iterable[Request], *, seed: int, batch_size: int | None = None) -> None:
     """Continue all requests and those that their `on_done` returns, `batch_size` at a time (None: all at once).
 
     As one ends, what it asks next or the next request takes its slot where the source has room for it; where it has none, a new
     batch is begun.
     """
-    new, further, held = iter(requests), deque[Request](), list[Request]()
+    new, further = iter(requests), deque[Request]()
 
     def take() -> Request | None:
         return further.popleft() if further else next(new, None)
 
-    while slots := [*held, *islice(iter(take, None), None if batch_size is None else batch_size - len(held))]:
-        held.clear()  # what the batch before had no room for
+    def take_fitting() -> Request | None:
+        following = take()
+        if following is None or source.has_room(following):
+            return following
+        further.appendleft(following)
+        return None
+
+    while slots := list(islice(iter(take, None), batch_size)):
         rng = CounterRNG(seed, [each.number for each in slots], source.device)
         source.start(slots)
         while slots:
-            ended = [each.append(drawn) for each, drawn in zip(slots, source.draw(slots, rng), strict=True)]
-            kept, replaced = [], []
-            for place, request in enumerate(slots):
-                if not ended[place]:
-                    kept.append(place)
-                    continue
-                if (asked := request.on_done(request.written)) is not None:
-                    further.append(asked)
-                following = None if held else take()
-                if following is not None and source.has_room(following):
+            drawn = zip(slots, source.draw(slots, rng), strict=True)
+            ended = [place for place, (each, tokens) in enumerate(drawn) if each.append(tokens)]
+            filled = list[int]()
+            for place in ended:
+                asked = slots[place].on_done(slots[place].written)
+                further.extend([] if asked is None else [asked])
+                if (following := take_fitting()) is not None:
                     slots[place] = following
                     rng.replace(place, following.number)
-                    kept.append(place)
-                    replaced.append(place)
-                elif following is not None:
-                    held.append(following)
-            if replaced:
-                source.put_rows(replaced, [slots[place] for place in replaced])
+                    filled.append(place)
+            if filled:
+                source.put_rows(filled, [slots[place] for place in filled])
+            kept = [place for place in range(len(slots)) if place not in ended or place in filled]
             if 0 < len(kept) < len(slots):
                 source.keep_rows(kept)
                 rng.keep_rows(kept)

@@ -24,10 +24,10 @@ from configs.runtime.redaction import mask_secrets
 from configs.runtime.resumable import Journal, fingerprint, fingerprint_of
 from configs.runtime.run_record import write_run_record
 from configs.schema.data import DataConfig
-from distill.dataset.conversations import FORMAT_VERSION, INDEX_SUFFIX, MANIFEST, WRITTEN_BY
+from distill.dataset.conversations import FORMAT_VERSION, MANIFEST, WRITTEN_BY
 from distill.generation.answers import ANSWER_JOURNALS, Answered, AnswerJob, existing_answers
-from distill.generation.prompts import TRUNCATED, Prompt, Split, encode_prompt, fit_prompts, split_prompts
-from distill.generation.self_seeding import SEEDS, self_seed
+from distill.generation.prompts import TOO_LONG, Prompt, Split, encode_prompt, fit_prompts, split_prompts
+from distill.generation.self_seeding import self_seed
 from distill.generation.server_answers import check_server, server_answer_job
 from distill.generation.sources import check_given, check_readable, list_prompts
 from distill.server.connection import Connection
@@ -37,9 +37,10 @@ from heads.frozen.processes import join_processes, naming_lost_processes, share_
 logger = logging.getLogger("draftsmith")
 
 PROMPT_JOURNAL = ".prompts.partial.jsonl"
+LONGEST_WAIT_SECONDS = 86_400  # of processes for one that is still at its share
 FEW_HELD_OUT = 8  # prompts, below which an interval over prompts says little
 SPLIT_FILES = ("train.jsonl", "held_out.jsonl")
-OUTPUTS = (*SPLIT_FILES, *(name + INDEX_SUFFIX for name in SPLIT_FILES), MANIFEST, "run.json")  # indices: of training
+OUTPUTS = (*SPLIT_FILES, MANIFEST, "run.json")
 
 
 def make_dataset(config: DataConfig) -> None:
@@ -50,7 +51,7 @@ def make_dataset(config: DataConfig) -> None:
     with nullcontext() if config.server is None else Connection(config.server) as server:
         if server is not None:
             server.check_model()  # before a large target is loaded
-        state = join_processes(config.target, timeout_seconds=config.process_timeout_seconds)
+        state = join_processes(config.target, timeout_seconds=LONGEST_WAIT_SECONDS)
         with naming_lost_processes(), folder_lock(output, beside=True) if state.is_main_process else nullcontext():
             _make_locked(config, listed, state, server)
 
@@ -71,7 +72,8 @@ def _make_locked(config: DataConfig, listed: list[Prompt] | None, state: Partial
         prompts = [prompt.below(config.prompts.system) for prompt in written]
     else:
         below = [prompt.below(config.prompts.system) for prompt in listed]
-        prompts, dropped = fit_prompts(target, below, config.prompts.on_too_long, config.answers.max_new_tokens)
+        prompts = fit_prompts(target, below, config.prompts.on_too_long)
+        dropped = {TOO_LONG: len(below) - len(prompts)}
     check_readable(target, prompts, written_here=server is None)
     split = split_prompts(prompts, config.held_out_share)
     if config.answers.written_by == "dataset":
@@ -151,7 +153,6 @@ def write_dataset(
             "config": mask_secrets(config.model_dump(mode="json")),
             "counts": {
                 "prompts": num_prompts,
-                "truncated": dropped.pop(TRUNCATED, 0),
                 "dropped": dict(sorted((dropped + Counter(answered.dropped)).items())),
                 **counts,
             },
@@ -168,7 +169,7 @@ def write_dataset(
 
 def _self_seed_once(config: DataConfig, target: Target, state: PartialState) -> tuple[list[Prompt], dict[str, int]]:
     """Let the target write the prompts, or take those that an interrupted run of the same settings left."""
-    job = fingerprint(*_writer(config, target), config.prompts.model_dump(), sha256_of(SEEDS))
+    job = fingerprint(*_writer(config, target), config.prompts.model_dump())
     journal = Journal(Path(config.output) / PROMPT_JOURNAL, job)
     if (kept := journal.read().get("prompts")) is not None:
         found = [Prompt(**each | {"turns": tuple(each["turns"])}) for each in kept["prompts"]]

@@ -1,6 +1,6 @@
 """Prompts that a target is to answer: their token ids, those that do not fit its context, near-duplicates, and the two sides.
 
-A prompt is one or several user turns, or a chat that ends with the user (`distill.generation.sources` lists the forms). The
+A prompt is one or several user turns, or a chat that ends with the user (`distill.generation.row_forms` lists the forms). The
 split goes by a hash of the text alone, so a prompt stays on its side when prompts are added, removed or reordered, and a draft
 trained earlier has never seen what a later split holds out.
 """
@@ -21,7 +21,6 @@ from heads.frozen.loading import Target
 UNCATEGORISED = "uncategorised"  # prompts whose rows name no category
 DUPLICATE = "duplicate"
 TOO_LONG = "too_long"
-TRUNCATED = "truncated"
 # Of the GPT-3 report (2005.14165, appendix C): the length of overlap that counts as contamination, and in how many texts to
 # train on it may stand before it is taken for a phrase that many share, such as the instructions of a template.
 GUARD_WORDS, MAX_SHARING = 13, 10
@@ -98,41 +97,13 @@ def encode_prompt(target: Target, prompt: Prompt) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def fit_prompts(
-    target: Target, prompts: Sequence[Prompt], on_too_long: str, max_new_tokens: int
-) -> tuple[list[Prompt], dict[str, int]]:
-    """Leave out or shorten the prompts that fill the target's context; return the prompts, and how many were changed, by way.
-
-    `on_too_long` says refuse, which leaves them to `encode_prompt`; skip; or truncate, or skip where that is not enough. A
-    shortened prompt loses the middle of its last user message, since what is to be done with a long text stands before or after
-    it, so that `max_new_tokens` of an answer fit, but not more than half of the context.
+def fit_prompts(target: Target, prompts: Sequence[Prompt], on_too_long: str) -> list[Prompt]:
+    """Return the prompts without those that fill the target's context, where `on_too_long` says skip; else `encode_prompt`
+    refuses them.
     """
     if on_too_long == "refuse":
-        return list(prompts), {}
-    kept: list[Prompt] = []
-    changed = Counter[str]()
-    for prompt in prompts:
-        excess = len(prompt.encoded(target)) - target.max_positions + 1
-        if excess <= 0:
-            kept.append(prompt)
-            continue
-        if on_too_long == "truncate" and not prompt.media:
-            shorter = _truncated(target, prompt, excess + min(max_new_tokens, target.max_positions // 2))
-            if len(shorter.encoded(target)) < target.max_positions:  # else what goes before its last message fills it
-                kept.append(shorter)
-                changed[TRUNCATED] += 1
-                continue
-        changed[TOO_LONG] += 1
-    return kept, dict(changed)
-
-
-def _truncated(target: Target, prompt: Prompt, excess: int) -> Prompt:
-    """Return a prompt with at least `excess` tokens of its first turn left out, or as many as it has."""
-    first, *later = prompt.turns
-    ids = target.tokenizer(first, add_special_tokens=False)["input_ids"]
-    kept = max(2, len(ids) - excess - 4)  # cutting a text may give a few tokens more
-    ends = (str(target.tokenizer.decode(part)) for part in (ids[: kept // 2], ids[len(ids) - kept // 2 :]))
-    return replace(prompt, turns=(" ... ".join(ends), *later))
+        return list(prompts)
+    return [prompt for prompt in prompts if len(prompt.encoded(target)) < target.max_positions]
 
 
 def everything_said(prompt: Prompt) -> str:

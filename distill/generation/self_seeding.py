@@ -1,43 +1,33 @@
 """Self-seeded prompts: what the target writes where a user would, and the first usable ones of it by number.
 
-The idea is Magpie's (2406.08464): the target continues its own chat template where a user would begin to write. Where
-`prompts.kinds` names kinds of task, each prompt is led to one by words of `seeds.yaml` that its turn begins with. Turn n is a
+The idea is Magpie's (2406.08464): the target continues its own chat template where a user would begin to write. Turn n is a
 function of (seed, n), so neither the batch size nor the number of processes favours short turns, nor changes what is drawn.
 """
 
 from __future__ import annotations
 
-import random
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from typing import Any
 
 from configs.runtime.errors import InputError
-from configs.runtime.loading import parse_yaml
 from configs.runtime.terminal import progress
 from configs.schema.data import SELF_SEEDED, PromptsConfig
 from configs.schema.decoding import SamplingConfig
 from distill.dataset.conversations import folded_text
 from distill.generation.continuation import Request, TargetSource, continue_requests
-from distill.generation.prompts import DUPLICATE, NearDuplicates, Prompt
+from distill.generation.prompts import DUPLICATE, Prompt
 from heads.frozen.loading import Target
 from heads.frozen.tokenizer import in_template
 from heads.sampling.draws import request_number
 
-SEEDS = Path(__file__).with_name("seeds.yaml")
 SENTINEL = "SELF-SEEDED-TURN-GOES-HERE"
 MIN_CHARACTERS = 8
 MIN_YIELD = 0.05
 MIN_TURNS_JUDGED = 256  # the yield is not judged on fewer
-LONGEST_AROUND = 256  # tokens of a longest opening and the template, about
 
 UNUSABLE = "self_seeded_turn_unusable"  # not ended in time, with a special token inside, or filling the context
 TOO_SHORT = "self_seeded_turn_too_short"
-NEAR_DUPLICATE = "near_duplicate"
 
 Turn = tuple[int, str | None]  # a prompt's number and what the user says; None where it is unusable
 
@@ -56,7 +46,7 @@ def self_seed(
 
     This process writes the share of its `rank`; `exchange` gathers the turns of all processes, the same everywhere.
     """
-    near, writer = NearDuplicates(), Writer(target, config, batch_size=batch_size, seed=seed)
+    writer = Writer(target, config, batch_size=batch_size, seed=seed)
     chosen: dict[str, Prompt] = {}  # by normalised text
     dropped = Counter[str]()
     num_written = 0
@@ -66,25 +56,25 @@ def self_seed(
             return UNUSABLE
         if len(text) < MIN_CHARACTERS:
             return TOO_SHORT
-        if folded_text(text) in chosen:
-            return DUPLICATE
-        return NEAR_DUPLICATE if config.kinds is not None and not near.add(text) else None
+        return DUPLICATE if folded_text(text) in chosen else None
 
-    while len(chosen) < config.num_prompts:
-        # A quarter more than is missing: most turns are usable, and a second wave would begin with a nearly empty batch.
-        wave = range(num_written, num_written + max(batch_size, (config.num_prompts - len(chosen)) * 5 // 4))
-        num_written = wave.stop
-        for number, text in sorted(exchange(writer.write([each for each in wave if each % num_processes == rank]))):
-            if len(chosen) == config.num_prompts:
-                break
-            if (reason := objection(text)) is not None or text is None:
-                dropped[str(reason)] += 1
-                continue
-            kind, _ = lead(config, seed, number)
-            chosen[folded_text(text)] = Prompt(prompt_id=f"self-{number}", category=kind, turns=(text,))
-        if num_written >= MIN_TURNS_JUDGED and len(chosen) < MIN_YIELD * num_written:
-            usable = f"only {len(chosen)} of {num_written} self-seeded turns are usable"
-            raise InputError(f"{usable}: raise prompts.max_prompt_tokens, or lower prompts.temperature")
+    with progress("self-seeded prompts", config.num_prompts, "prompts") as advance:
+        while (before := len(chosen)) < config.num_prompts:
+            # A quarter more than is missing: most turns are usable, and a second wave would begin with a nearly empty batch.
+            wave = range(num_written, num_written + max(batch_size, (config.num_prompts - before) * 5 // 4))
+            num_written = wave.stop
+            for number, text in sorted(exchange(writer.write([each for each in wave if each % num_processes == rank]))):
+                if len(chosen) == config.num_prompts:
+                    break
+                if (reason := objection(text)) is not None or text is None:
+                    dropped[str(reason)] += 1
+                    continue
+                category = config.category or SELF_SEEDED
+                chosen[folded_text(text)] = Prompt(prompt_id=f"self-{number}", category=category, turns=(text,))
+            advance(len(chosen) - before)
+            if num_written >= MIN_TURNS_JUDGED and len(chosen) < MIN_YIELD * num_written:
+                usable = f"only {len(chosen)} of {num_written} self-seeded turns are usable"
+                raise InputError(f"{usable}: raise prompts.max_prompt_tokens, or lower prompts.temperature")
     return list(chosen.values()), dict(sorted(dropped.items()))
 
 
@@ -92,29 +82,22 @@ class Writer:
     """Lets the target write prompts by number."""
 
     def __init__(self, target: Target, config: PromptsConfig, *, batch_size: int, seed: int) -> None:
-        self.target, self.config, self.batch_size, self.seed = target, config, batch_size, seed
+        self.target, self.config = target, config
+        self.batch_size, self.seed = batch_size, seed
         self.frame = find_user_frame(target, config.max_prompt_tokens)
 
     def write(self, numbers: Sequence[int]) -> list[Turn]:
         found: dict[int, str | None] = {}
-        longest = self.config.max_prompt_tokens + LONGEST_AROUND
         sampling = SamplingConfig(temperature=self.config.temperature, top_p=self.config.top_p)
-        source = TargetSource(self.target, sampling, capacity=min(self.target.max_positions, longest))
-        with progress("self-seeded prompts", len(numbers), "turns") as advance:
-            asked = (self._request(number, found, advance) for number in numbers)
-            continue_requests(source, asked, seed=self.seed, batch_size=self.batch_size)
+        asked = (self._request(number, found) for number in numbers)
+        continue_requests(TargetSource(self.target, sampling), asked, seed=self.seed, batch_size=self.batch_size)
         return sorted(found.items())
 
-    def _request(self, number: int, found: dict[int, str | None], advance: Callable[[int], None]) -> Request:
-        """Ask for the user's turn that begins with its opening, which the target ends after some words of its own."""
-        _, opening = lead(self.config, self.seed, number)
-        begun = self.target.tokenizer(opening, add_special_tokens=False)["input_ids"] if opening else []
-        ids = [*self.frame.prefix_ids, *begun]
+    def _request(self, number: int, found: dict[int, str | None]) -> Request:
+        ids = self.frame.prefix_ids
 
         def done(written: list[int]) -> None:
-            text = read_turn(self.target, self.frame, [*begun, *written])
-            found[number] = text if text is not None and len(text) > len(opening.strip()) else None
-            advance(1)
+            found[number] = read_turn(self.target, self.frame, written)
 
         return Request(
             prompt_ids=ids,
@@ -128,24 +111,6 @@ class Writer:
         if request.tokens[-1] in self.frame.end_ids or request.tokens[-1] in self.target.eos_token_ids:
             return True
         return not self.frame.end_ids and self.frame.end_text in self.target.tokenizer.decode(request.written)
-
-
-def lead(config: PromptsConfig, seed: int, number: int) -> tuple[str, str]:
-    """Draw a prompt's kind, which is its category, and the words that its turn begins with."""
-    if config.kinds is None:
-        return config.category or SELF_SEEDED, ""
-    draws, seeds, kinds = random.Random(f"{seed}/{number}"), _seeds(), sorted(config.kinds)
-    kind = draws.choices(kinds, [config.kinds[each] for each in kinds])[0]
-
-    def word(found: re.Match[str]) -> str:
-        return str(draws.randint(2, 97)) if found[1] == "number" else str(draws.choice(seeds["slots"][found[1]]))
-
-    return kind, re.sub(r"\{(\w+)\}", word, draws.choice(seeds["openings"].get(kind, [""])))
-
-
-@cache
-def _seeds() -> Any:
-    return parse_yaml(SEEDS.read_text(encoding="utf-8"), str(SEEDS))
 
 
 @dataclass(frozen=True, kw_only=True)

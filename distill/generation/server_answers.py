@@ -1,6 +1,7 @@
 """Answers by a server that runs the target: the same job as for the local target, shared by processes and resumed.
 
-Each answer is kept as it comes, and the order in which answers come leaves no trace in the data.
+Each answer is kept as it comes, and the order in which answers come leaves no trace in the data. A request that fails at every
+attempt ends the run, which resumes without asking for what it has.
 
 Prompts go out as token ids, with every setting of the sampling, since a server fills in what is left out from the model's own
 generation config, and with a seed made from the run's seed and the request's number, so a resumed run asks the same.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import islice
@@ -36,7 +37,6 @@ from heads.sampling.draws import request_number
 logger = logging.getLogger("draftsmith")
 
 UNFINISHED = (None, "abort", "error")  # finish reasons of answers that the server itself broke off
-FAILURES_IN_A_ROW = 5  # prompts given up, each after all its retries, that end the run
 KEPT = "the answers so far are kept; rerun the same command to resume"
 NUM_SEEDS = 2**31  # what every server's seeds can hold
 PROBE = "Write one sentence about the sea."  # the conversation by which a server is compared with the target
@@ -105,19 +105,25 @@ class ServerAnswerJob(AnswerJob):
         if not writes:
             return
         mine, finished = range(rank, len(self.prompts), num_processes), self.finished()
-        missing = [number for number in mine if not finished[number]]
-        journal = self.journal(rank)
+        missing = [number for number in mine if number not in finished]
+        journal, waiting = self.journal(rank), iter(missing)
         asked = dict[Future[dict[str, Any]], int]()
         pool = ThreadPoolExecutor(max_workers=self.server.config.concurrency)
         with progress("answers", len(mine), "prompts", done=len(mine) - len(missing)) as advance, pool:
 
             def keep(future: Future[dict[str, Any]]) -> None:
-                number = asked.pop(future)
-                journal.append(str(number), future.result())
+                journal.append(str(asked[future]), future.result())
+                del asked[future]
                 advance(1)
 
             try:
-                given_up = self._ask(missing, pool, asked, keep)
+                while True:
+                    some = islice(waiting, 2 * self.server.config.concurrency - len(asked))  # not all: answers would pile up
+                    asked |= {pool.submit(self._answer, number): number for number in some}
+                    if not asked:
+                        return
+                    for future in wait(asked, return_when=FIRST_COMPLETED).done:
+                        keep(future)
             except BaseException:
                 self.server.stop()
                 pool.shutdown(cancel_futures=True)
@@ -125,34 +131,6 @@ class ServerAnswerJob(AnswerJob):
                     if not future.cancelled() and future.exception() is None:
                         keep(future)
                 raise
-        if given_up:
-            raise InputError(f"{len(given_up)} prompts were given up, the first: {given_up[0]}; {KEPT}")
-
-    def _ask(
-        self,
-        missing: Sequence[int],
-        pool: ThreadPoolExecutor,
-        asked: dict[Future[dict[str, Any]], int],
-        keep: Callable[[Future[dict[str, Any]]], None],
-    ) -> list[GaveUp]:
-        """Keep each answer as it comes, hold in `asked` those under way, and return the failures of prompts given up."""
-        waiting, given_up, in_a_row = iter(missing), list[GaveUp](), 0
-        while True:
-            some = islice(waiting, 2 * self.server.config.concurrency - len(asked))  # not all: their answers would pile up
-            asked.update({pool.submit(self._answer, number): number for number in some})
-            if not asked:
-                return given_up
-            for future in wait(asked, return_when=FIRST_COMPLETED).done:
-                error = future.exception()
-                if not isinstance(error, GaveUp):
-                    keep(future)
-                    in_a_row = 0
-                    continue
-                del asked[future]
-                given_up.append(error)
-                in_a_row += 1
-                if in_a_row == FAILURES_IN_A_ROW:
-                    raise InputError(f"{in_a_row} prompts in a row were given up, the last: {error}; {KEPT}")
 
     def _answer(self, number: int) -> dict[str, Any]:
         dialogue = self.dialogue(number)
@@ -160,7 +138,7 @@ class ServerAnswerJob(AnswerJob):
             while (request := dialogue.ask()) is not None:
                 dialogue.take(self.write(request.prompt_ids, request.number, request.limit - len(request.prompt_ids)))
         except (GaveUp, Refused) as error:
-            raise type(error)(f"prompt {dialogue.prompt.prompt_id}: {error}") from error
+            raise type(error)(f"prompt {dialogue.prompt.prompt_id}: {error}; {KEPT}") from error
         return dialogue.piece
 
     def write(self, prompt_ids: Sequence[int], request: int, max_new_tokens: int) -> list[int] | str:

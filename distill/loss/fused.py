@@ -179,60 +179,23 @@ class _FusedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         wanted = ctx.needs_input_grad[6:]
         device, wide = inputs[0].device, torch.promote_types(inputs[0].dtype, torch.float32)
-        weights = [part.weights_N.detach().to(wide) for part in parts]
-        labels = [_draft_ids(part.labels_N, token_ids_W) for part in parts]
         places = upload(torch.cat([part.places_N for part in parts]), device).split([len(part.places_N) for part in parts])
-        statistics = [
-            RowStatistics(torch.zeros_like(each), torch.zeros_like(each), torch.zeros_like(each, dtype=torch.bool))
-            for each in weights
-        ]
-        grad_hidden = [
-            torch.zeros_like(each) if wants else None for each, wants in zip(inputs, wanted[: len(parts)], strict=False)
-        ]
         grad_of = {  # of each trained parameter, by its id
             id(each): torch.zeros_like(each, dtype=wide)
             for each, wants in zip(parameters, wanted[len(parts) :], strict=True)
             if wants
         }
+        running = [_Part(*each, token_ids_W, grad_of, wide) for each in zip(parts, inputs, places, wanted, strict=False)]
         for start in range(0, len(target.hidden_PE), chunk_size):
             target_CX = target.logits_of(target.hidden_PE[start : start + chunk_size])
-            for number, part in enumerate(parts):
-                ends = torch.searchsorted(part.places_N, torch.tensor([start, start + chunk_size]))
-                rows = slice(*ends.tolist())
-                if rows.start == rows.stop:
-                    continue
-                at = places[number][rows]
-                trained = [each for each in part.head.parameters if id(each) in grad_of]
-                wants_hidden = grad_hidden[number] is not None
-                hidden_CD = inputs[number][rows].detach().requires_grad_(wants_hidden)
-                leaves = [hidden_CD, *trained] if wants_hidden else trained
-                with torch.set_grad_enabled(bool(leaves)):
-                    logits_CW = part.head.logits_of(hidden_CD)
-                known = target.known
-                found, gradient_CW = compare_rows(
-                    target_CX if len(at) == len(target_CX) else target_CX[at - start],
-                    logits_CW.detach(),
-                    weights[number][rows],
-                    known=None if known is None else (known.log_sum_P[at], known.top1_P[at]),
-                    labels_C=None if (own := labels[number]) is None else own[rows],
-                )
-                for kept_N, found_C in zip(statistics[number], found, strict=True):
-                    kept_N[rows] = torch.where(weights[number][rows] != 0, found_C.to(kept_N.dtype), 0)
-                if not leaves:
-                    continue
-                with torch.autocast(device.type, enabled=False):  # as everywhere, autocast belongs to the forward alone
-                    gradients = list(torch.autograd.grad(logits_CW, leaves, gradient_CW))
-                if (grad_hidden_ND := grad_hidden[number]) is not None:
-                    grad_hidden_ND[rows] = gradients.pop(0)
-                for each, gradient in zip(trained, gradients, strict=True):
-                    grad_of[id(each)].add_(gradient)
-        losses = [(weights_N * each.values_N).sum() for weights_N, each in zip(weights, statistics, strict=True)]
-        made = [*grad_hidden, *(grad_of.get(id(each)) for each in parameters)]
+            for part in running:
+                part.add(target_CX, start, target.known, compare_rows)
+        made = [*(part.grad_hidden_ND for part in running), *(grad_of.get(id(each)) for each in parameters)]
         ctx.wanted_dtypes = [None if each is None else own.dtype for own, each in zip(inputs, made, strict=True)]
         ctx.save_for_backward(*(each for each in made if each is not None))
-        flat_statistics = [values for each in statistics for values in each]
-        ctx.mark_non_differentiable(*flat_statistics)
-        return torch.stack(losses).sum(), *flat_statistics
+        statistics = [values for part in running for values in part.statistics]
+        ctx.mark_non_differentiable(*statistics)
+        return torch.stack([(part.weights_N * part.statistics.values_N).sum() for part in running]).sum(), *statistics
 
     @staticmethod
     @once_differentiable
@@ -240,6 +203,63 @@ class _FusedLoss(torch.autograd.Function):
         gradients = iter(ctx.saved_tensors)
         wanted = ((next(gradients) * grad_loss).to(dtype) if dtype is not None else None for dtype in ctx.wanted_dtypes)
         return None, None, None, None, None, None, *wanted
+
+
+class _Part:
+    """Rows of the loss whose chunks are added up: their statistics, and gradients of states and, in `grad_of`, of the head."""
+
+    def __init__(
+        self,
+        rows: DraftRows,
+        hidden_ND: Tensor,
+        places_N: Tensor,
+        wants_hidden: bool,
+        token_ids_W: Tensor | None,
+        grad_of: dict[int, Tensor],
+        wide: torch.dtype,
+    ) -> None:
+        self.rows, self.hidden_ND, self.places_N, self.grad_of = rows, hidden_ND, places_N, grad_of
+        self.trained = [each for each in rows.head.parameters if id(each) in grad_of]
+        self.weights_N = rows.weights_N.detach().to(wide)
+        self.labels_N = _draft_ids(rows.labels_N, token_ids_W)
+        values_N, acceptance_N = torch.zeros_like(self.weights_N), torch.zeros_like(self.weights_N)
+        self.statistics = RowStatistics(values_N, acceptance_N, torch.zeros_like(values_N, dtype=torch.bool))
+        self.grad_hidden_ND = torch.zeros_like(hidden_ND) if wants_hidden else None
+
+    def add(
+        self,
+        target_CX: Tensor,
+        start: int,
+        known: Normalisers | None,
+        compare_rows: Callable[..., tuple[RowStatistics, Tensor]],
+    ) -> None:
+        """Compare the rows at a chunk of the target's, which begins at `start`."""
+        ends = torch.searchsorted(self.rows.places_N, torch.tensor([start, start + len(target_CX)]))
+        rows = slice(*ends.tolist())
+        if rows.start == rows.stop:
+            return
+        at_C, wants_hidden = self.places_N[rows], self.grad_hidden_ND is not None
+        hidden_CD = self.hidden_ND[rows].detach().requires_grad_(wants_hidden)
+        leaves = [hidden_CD, *self.trained] if wants_hidden else self.trained
+        with torch.set_grad_enabled(bool(leaves)):
+            logits_CW = self.rows.head.logits_of(hidden_CD)
+        found, gradient_CW = compare_rows(
+            target_CX if len(at_C) == len(target_CX) else target_CX[at_C - start],
+            logits_CW.detach(),
+            self.weights_N[rows],
+            known=None if known is None else (known.log_sum_P[at_C], known.top1_P[at_C]),
+            labels_C=None if self.labels_N is None else self.labels_N[rows],
+        )
+        for kept_N, found_C in zip(self.statistics, found, strict=True):
+            kept_N[rows] = torch.where(self.weights_N[rows] != 0, found_C.to(kept_N.dtype), 0)
+        if not leaves:
+            return
+        with torch.autocast(hidden_CD.device.type, enabled=False):  # as everywhere, autocast belongs to the forward alone
+            gradients = list(torch.autograd.grad(logits_CW, leaves, gradient_CW))
+        if self.grad_hidden_ND is not None:
+            self.grad_hidden_ND[rows] = gradients.pop(0)
+        for each, gradient in zip(self.trained, gradients, strict=True):
+            self.grad_of[id(each)].add_(gradient)
 
 
 def compare(

@@ -15,14 +15,13 @@ import logging
 import math
 import os
 import re
-import shutil
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from queue import SimpleQueue
-from threading import Event, Lock, Timer
+from threading import Event, Timer
 from typing import NamedTuple
 
 import torch
@@ -52,8 +51,6 @@ SERVED_AS = "states-{taps}"  # the name under which a server gives the states of
 SERVED = re.compile(r"states-(\d+(?:-\d+)*)")
 NUM_LOGPROBS = 5  # of a checked answer
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.001, 0.05
-UNWRITTEN_SECONDS = 5.0  # how long a file may be missing while its lock is free: network disks show it late
-LEAST_FREE_BYTES = 2**20
 CLOSING_SECONDS = 5.0
 
 Ids = tuple[int, ...]
@@ -73,11 +70,10 @@ class ServedStates(NamedTuple):
 class StateServer:
     """One server; `InputError` where it cannot be reached, or is not one that gives states."""
 
-    def __init__(self, config: EngineStatesConfig, url: str, concurrency: int) -> None:
+    def __init__(self, config: EngineStatesConfig, url: str) -> None:
         self.url, self.folder = url, Path(config.path)
-        shared = config.model_dump(include={"api_key_variable", "timeout_seconds", "retries"})
-        settings = ServerConfig(url=url, model="", concurrency=concurrency, **shared)
-        self.connection, self.stopping = Connection(settings, KEY), Event()
+        shared = config.model_dump(include={"api_key_variable", "concurrency", "timeout_seconds", "retries"})
+        self.connection, self.stopping = Connection(ServerConfig(url=url, model="", **shared), KEY), Event()
         served = [model.id for model in self.connection.models()]
         self.model = next(filter(SERVED.fullmatch, served), "")
         if not self.model:
@@ -108,20 +104,18 @@ class EngineStates:
         self.config, self.target = config, target
         self.last, self.norm = num_blocks(target.model), final_norm(target.model)
         self._width = int(target.model.config.get_text_config().hidden_size)
-        self._lock = Lock()
-        self._asked: dict[Ids, list[Future[ServedStates]]] = {}
         if not Path(config.path).is_dir() or not os.access(config.path, os.W_OK):  # files are deleted once read
             raise InputError(f"target.states.path: {config.path} is no folder here that can be written to")
-        self._servers = [StateServer(config, url, limit) for url, limit in zip(config.urls, config.limits, strict=True)]
+        self._servers = [StateServer(config, url) for url in config.urls]
         first = self._servers[0]
         self.taps = first.taps
         self._idle = SimpleQueue[StateServer]()  # each as often as it takes one more
-        for server, limit in zip(self._servers, config.limits, strict=True):
+        for server in self._servers:
             if server.taps != self.taps:
                 raise InputError(f"{KEY}: {first.url} gives {first.model} and {server.url} {server.model}; start all alike")
-            for _ in range(limit):
-                self._idle.put(server)
-        self._pool = ThreadPoolExecutor(max_workers=sum(config.limits))
+        for server in self._servers * config.concurrency:
+            self._idle.put(server)
+        self._pool = ThreadPoolExecutor(max_workers=self._idle.qsize())
         try:
             self.serve([])
             for server in self._servers:
@@ -144,27 +138,22 @@ class EngineStates:
             raise InputError(f"{KEY}: {given}, and {needed} are needed: {missing} are missing; {START}")
 
     def ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield batches, each after the states of the next ones were requested."""
+        """Yield batches with the answers that `states` waits for, each after the states of the next ones were requested."""
         waiting: deque[Batch] = deque()
         try:
             for batch in batches:
-                for ids in texts(batch):
-                    answer = self._ask(ids)
-                    with self._lock:
-                        self._asked.setdefault(ids, []).append(answer)
-                waiting.append(batch)
+                waiting.append(batch._replace(signals=self._answers(batch)))
                 if len(waiting) > self.config.prefetch:
                     yield waiting.popleft()
             while waiting:
                 yield waiting.popleft()
         finally:
-            for answer in [self._take(ids) for batch in waiting for ids in texts(batch)]:
+            for answer in [answer for batch in waiting for answer in self._answers(batch)]:
                 answer.cancel()
 
     def states(self, batch: Batch, taps: Sequence[int] = ()) -> TargetStates:
         """Return the states at every position, on the batch's device and in the target's dtype; 0 on padding."""
-        answers = [self._take(ids) for ids in texts(batch)]
-        tapped_ABTE: list[Tensor] = []
+        answers, tapped_ABTE = self._answers(batch), list[Tensor]()
         for column in self._columns(taps):
             tap_BTE = torch.zeros(*batch.input_ids_BT.shape, self._width, dtype=self.target.model.dtype)
             for place, answer in zip(documents_of(batch), answers, strict=True):
@@ -181,6 +170,10 @@ class EngineStates:
         """Return the states of the last `num_last` tokens of each text, on the target's device."""
         answers = [self._ask(row) for row in rows]
         return self._placed([answer.result().states_TAE[-num_last:] for answer in answers], taps)
+
+    def _answers(self, batch: Batch) -> list[Future[ServedStates]]:
+        """Return the answers for a batch's texts, which `ahead` has asked for or are asked for now."""
+        return batch.signals if isinstance(batch.signals, list) else [self._ask(ids) for ids in texts(batch)]
 
     def _ask(self, ids: Sequence[int]) -> Future[ServedStates]:
         """Return the states of a text, once a server has given them; its error is an `InputError`."""
@@ -212,14 +205,6 @@ class EngineStates:
         for server in self._servers:
             server.stopping.set()
             server.connection.close()
-
-    def _take(self, ids: Ids) -> Future[ServedStates]:
-        with self._lock:
-            answers = self._asked.get(ids, [])
-            answer = answers.pop(0) if answers else None
-            if not answers:
-                self._asked.pop(ids, None)
-        return self._ask(ids) if answer is None else answer
 
     def _columns(self, taps: Sequence[int]) -> list[int]:
         """Return where these taps, and the last block's state after them, stand in an answer."""
@@ -255,16 +240,13 @@ class EngineStates:
                 f"{where}: the log-probabilities that it gives after a probe differ by {max(gaps, default=math.nan):.3g} nats "
                 f"from those of its last state here, and target.states.probe_tolerance allows {tolerance:g}"
             )
-        compared = f"log-probabilities within {max(gaps):.2g} nats"
         if self.target.spread_by is not None:
             own = read_states(model, ids_1T, self.taps)
-            errors = [relative_error(*pair) for pair in zip(found.taps_ABTE, own.taps_ABTE, strict=True)]
+            error = max(relative_error(*pair) for pair in zip(found.taps_ABTE, own.taps_ABTE, strict=True))
             # By how much the states of one target may differ in two programs, in a share of their size.
-            if not max(errors) <= max(rounding(model), 16 * torch.finfo(answer.states_TAE.dtype).eps):
-                raise InputError(f"{where}: its states of a probe differ by {max(errors):.3g} of their size from those here")
-            compared += f", states within {max(errors):.2g} of their size"
-        dtype = str(answer.states_TAE.dtype).removeprefix("torch.")
-        logger.info("server %s gives the states of taps %s in %s: on a probe %s", server.url, server.taps, dtype, compared)
+            if not error <= max(rounding(model), 16 * torch.finfo(answer.states_TAE.dtype).eps):
+                raise InputError(f"{where}: its states of a probe differ by {error:.3g} of their size from those here")
+        logger.info("server %s gives the states of taps %s: on a probe within %.2g nats", server.url, server.taps, max(gaps))
 
 
 def texts(batch: Batch) -> list[Ids]:
@@ -277,21 +259,18 @@ def take_states(folder: Path, name: str, timeout_seconds: float, stopping: Event
     path = inside(folder, name, "target.states: a server's answer")
     lock = path.with_name(f"{path.name}.lock")
     deadline, wait = time.monotonic() + timeout_seconds, FIRST_WAIT_SECONDS
-    missing_since: float | None = None
     try:
         while True:
-            now, problem, held = time.monotonic(), "is not written", _is_held(lock)
-            if not held:
+            problem = "is not written"
+            if not _is_held(lock):
                 try:
                     tensors = load(path.read_bytes())
                     return tensors["hidden_states"], tensors["token_ids"].tolist()
                 except FileNotFoundError:
                     problem = "is not there"
-                    missing_since = (missing_since or now) if held is not None else None
                 except (SafetensorError, KeyError):
                     problem = "is not whole"
-            over = now > deadline or (missing_since is not None and now - missing_since > UNWRITTEN_SECONDS)
-            if over or stopping.is_set():
+            if time.monotonic() > deadline or stopping.is_set():
                 break
             stopping.wait(wait)
             wait = min(2 * wait, LONGEST_WAIT_SECONDS)
@@ -303,18 +282,18 @@ def take_states(folder: Path, name: str, timeout_seconds: float, stopping: Event
                 each.unlink(missing_ok=True)
         except OSError as error:
             raise InputError(f"target.states.path: {each} cannot be deleted ({error.strerror})") from error
-    if (free := shutil.disk_usage(folder).free) < LEAST_FREE_BYTES:
-        raise InputError(f"target.states.path: the disk of {folder} is full ({free} bytes are free); free space there")
-    raise NotWritten(f"its file {path.name} {problem} in target.states.path {folder}: was it started with that folder?")
+    raise NotWritten(
+        f"its file {path.name} {problem} in target.states.path {folder}: was it started with that folder, and is its disk full?"
+    )
 
 
-def _is_held(lock: Path) -> bool | None:
-    """Return whether a server holds the lock; None where there is none, yet or at all."""
+def _is_held(lock: Path) -> bool:
+    """Return whether a server holds the lock; there may be none, yet or at all."""
     try:
         with lock.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
-        return None
+        return False
     except BlockingIOError:
         return True
     return False

@@ -37,12 +37,11 @@ class RowSelection(NamedTuple):
 
 
 class Rewriter:
-    """The on-policy rows of a run; the target's end-of-text tokens end an answer, and no row may leave its context."""
+    """The on-policy rows of a run: answers as long as those in the data, which the target's end-of-text tokens end."""
 
     def __init__(self, config: DistillConfig, target: Target) -> None:
         self.policy = config.policy
         self.seed = config.schedule.seed
-        self.max_length = min(config.data.max_length, target.max_positions)
         self.sampling = SamplingConfig(temperature=config.policy.temperature)
         self.end_ids = frozenset(target.eos_token_ids)
         self.placeholder = target.runner.placeholder
@@ -57,13 +56,11 @@ class Rewriter:
 
     def rewrite(self, batch: Batch, selection: RowSelection, draft: DraftLM) -> tuple[Batch, int]:
         """Let the draft, in evaluation mode, answer the selected rows; return the new batch and how many tokens it wrote."""
+        if not selection.rows:
+            return batch, 0
         examples, device = examples_of(batch), batch.input_ids_BT.device
         answers: dict[int, list[int]] = {}
         requests = [self._unanswered(row, examples[row], selection.key, answers) for row in selection.rows]
-        # A row whose prompt alone fills the target's context stays as it is.
-        requests = [each for each in requests if len(each.prompt_ids) < each.limit]
-        if not requests:
-            return batch, 0
         continue_requests(_DraftSource(draft, self.sampling, device), requests, seed=self.seed)
         for row, written in answers.items():
             if written[-1] == self.placeholder:  # for which an answer has no image or sound
@@ -78,10 +75,9 @@ class Rewriter:
 
     def _unanswered(self, row: int, example: Example, key: str, answers: dict[int, list[int]]) -> Request:
         start = example.answer_start
-        longest = self.policy.max_new_tokens or len(example.input_ids) - start
         return Request(
             prompt_ids=example.input_ids[:start],
-            limit=min(start + longest, self.max_length),
+            limit=len(example.input_ids),
             number=request_number(f"{key}/{example.conversation}"),
             has_ended=self._has_ended,
             on_done=partial(answers.__setitem__, row),

@@ -1,6 +1,6 @@
 """The suite: prompts to evaluate on, from a file, a folder or a `datasets` data set, and their turns as requests.
 
-The formats of the rows are those of `distill.generation.sources`.
+The formats of the rows are those of `distill.generation.row_forms`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import find_shipped, sha256_of
 from configs.schema.evaluation import SuiteConfig
 from distill.dataset.conversations import Message, text_hash
-from distill.generation.prompts import TOO_LONG, TRUNCATED, Prompt, encode_prompt, fit_prompts
-from distill.generation.sources import COLUMN, SUFFIXES, detect_format, load_rows, read_row, read_source
+from distill.generation.prompts import Prompt, encode_prompt, fit_prompts
+from distill.generation.row_forms import COLUMN, detect_format, read_row
+from distill.generation.sources import SUFFIXES, load_rows, read_source
 from eval.decoder.records import FAILED, Generation, Request, StopReason
 from heads.artifact import read_training_prompts
 from heads.frozen.loading import Target
@@ -102,21 +103,16 @@ def trained_on(prompts: Sequence[Prompt], artifacts: Sequence[str]) -> tuple[str
     return tuple(prompt.prompt_id for prompt in prompts if not hashes.isdisjoint(map(text_hash, prompt.user_texts)))
 
 
-def fit_suite(suite: Suite, target: Target, on_too_long: str, max_new_tokens: int) -> Suite:
-    """Leave out or shorten the prompts that fill the target's context, as `distill.generation.prompts.fit_prompts` does."""
-    prompts, changed = fit_prompts(target, suite.prompts, on_too_long, max_new_tokens)
+def fit_suite(suite: Suite, target: Target, on_too_long: str) -> Suite:
+    """Leave out the prompts that fill the target's context, as `distill.generation.prompts.fit_prompts` does."""
+    prompts = fit_prompts(target, suite.prompts, on_too_long)
+    fills = f"the target's context of {target.max_positions} tokens"
     if not prompts:
-        raise InputError(
-            f"suite {suite.source}: each of the {len(suite.prompts)} prompts fills the target's context of "
-            f"{target.max_positions} tokens; set suite.on_too_long to truncate, or take shorter ones"
-        )
-    warnings = [
-        f"{count} of the suite's prompts {outcome}, because they fill the target's context of {target.max_positions} tokens: "
-        f"suite.on_too_long is {on_too_long}"
-        for key, outcome in ((TOO_LONG, "were left out"), (TRUNCATED, "lost the middle of their first turn"))
-        if (count := changed.get(key))
-    ]
-    return replace(suite, prompts=tuple(prompts), warnings=(*suite.warnings, *warnings))
+        raise InputError(f"suite {suite.source}: each of the {len(suite.prompts)} prompts fills {fills}; take shorter ones")
+    if num_left_out := len(suite.prompts) - len(prompts):
+        warning = f"{num_left_out} of the suite's prompts were left out, because they fill {fills}: suite.on_too_long is skip"
+        suite = replace(suite, warnings=(*suite.warnings, warning))
+    return replace(suite, prompts=tuple(prompts))
 
 
 def spread_over_categories(prompts: Sequence[Prompt], num_prompts: int) -> list[Prompt]:
@@ -130,8 +126,6 @@ def spread_over_categories(prompts: Sequence[Prompt], num_prompts: int) -> list[
 
 def _data_set_rows(path: str, config: SuiteConfig) -> list[tuple[str, Mapping[str, Any]]]:
     loaded = load_rows(path, config.subset, config.split, section="suite")
-    if not len(loaded):
-        raise InputError(f"suite: data set {path}, split {config.split!r}, is empty")
     return [(f"suite {path}, row {number}", row) for number, row in enumerate(loaded)]
 
 

@@ -43,7 +43,7 @@ class Batch(NamedTuple):
     conversations_BC: Tensor  # int64; which conversation of the data file each document is, from 0; NO_DOCUMENT beyond the last
     origin: Origin | None = None  # of a batch that was moved from the host to a device
     media: BatchMedia | None = None  # None: no row has any
-    signals: object = None  # the target's, in host memory, where the loader has read them of a cache (`distill.signals`)
+    signals: object = None  # the target's, where a cache was read or servers were asked ahead (`distill.signals`)
 
     @property
     def packed_positions_BT(self) -> Tensor | None:

@@ -26,7 +26,8 @@ from configs.schema.commands.running import RunConfig
 from configs.schema.data import PromptsConfig
 from configs.schema.target import TargetConfig
 from distill.generation.prompts import NearDuplicates, Prompt, everything_said
-from distill.generation.sources import ID_KEYS, detect_format, read_row, read_source
+from distill.generation.row_forms import ID_KEYS, detect_format, read_row
+from distill.generation.sources import read_source
 from heads.frozen.identity import locate
 from heads.frozen.tokenizer import load_tokenizer, no_chat_template
 from heads.frozen.weights import UNREADABLE

@@ -46,7 +46,7 @@ ENTRIES: dict[type[BaseModel], str] = {
     EvalConfig: "eval/run.py",
     GateConfig: "eval/gate.py",
 }
-HOUSE = {"name": "house", "path": "eval/suites/house64.jsonl", "on_too_long": "truncate"}
+HOUSE = {"name": "house", "path": "eval/suites/house64.jsonl", "on_too_long": "skip"}
 
 
 # --- what a stage is told -----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A server that cuts the connection or goes away: asked again, named where it goes on, and no answer lost with the process."""
+"""A data set by a server whose making is killed: no answer is lost with the process."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from configs.runtime import files
-from configs.runtime.command import BAD_INPUT, DONE
+from configs.runtime.command import DONE
 from configs.schema.data import DataConfig
 from configs.schema.target import TargetConfig
 from distill.generation.make_dataset import make_dataset
@@ -15,8 +15,6 @@ from heads.frozen.loading import load_target
 from tests.faults.conftest import kill_at_call, start_pair
 from tests.faults.test_making import made
 from tests.support.fake_server import Api, serving
-
-# --- a data set whose answers a server writes ---------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -58,20 +56,3 @@ def test_data_whose_asking_was_killed_again_and_again_ends_with_the_same_bytes(s
     assert made(tmp_path / "data") == made(tmp_path / "whole")
     # Of each killed run only the answers under way were asked for again.
     assert answers_asked(api) <= 2 * asked + 2 * (4 + 1)
-
-
-def test_a_server_that_goes_away_ends_the_command_with_one_sentence_and_code_2(served_data, start, api, tmp_path):
-    plain = api.respond
-    api.respond = lambda *asked: plain(*asked) if answers_asked(api) < 8 else "reset"
-    gone = start(make_dataset, served_data("data"))
-    assert gone.end() == BAD_INPUT, gone.said
-    (line,) = [line for line in gone.said.splitlines() if line.startswith("error: ")]
-    assert "gave up after 1 attempts" in line
-    assert "rerun the same command to resume" in line
-    assert "Traceback" not in gone.said
-    asked = answers_asked(api)
-    [pieces] = (tmp_path / "data").glob(".answers.partial-*")
-    assert len(pieces.read_text().splitlines()) == 1 + asked
-    api.respond = plain
-    assert start(make_dataset, served_data("data")).end() == DONE
-    assert answers_asked(api) == 16  # none of them a second time

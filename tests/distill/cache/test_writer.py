@@ -35,10 +35,11 @@ def job(tmp_path, conversations, byte_target):
     return make
 
 
-def test_a_shard_that_was_deleted_is_made_again_to_the_same_bytes(job, tmp_path):
+def test_a_shard_that_was_deleted_or_damaged_is_made_again_to_the_same_bytes(job, tmp_path):
     run(job("whole"))
     run(job("parts"))
     (tmp_path / "parts" / "shard-00001.safetensors").unlink()  # as the complaint of a damaged one asks for
+    (tmp_path / "parts" / "shard-00002.safetensors").write_bytes(b"{")
     run(job("parts"))
     assert len(list((tmp_path / "whole").glob("shard-*"))) >= 4
     assert shard_files(tmp_path / "parts") == shard_files(tmp_path / "whole")
@@ -87,14 +88,6 @@ def test_two_processes_write_what_one_writes_each_its_own_shards(job, tmp_path, 
     shared.work(rank=0, num_processes=2)
     shared.finish()
     assert shard_files(tmp_path / "two") == shard_files(tmp_path / "one")
-
-
-def test_a_conversation_without_an_answer_in_reach_takes_no_rows(job, conversations):
-    made = job(max_length=6)
-    run(made)
-    rows = sum(min(6, len(row.prompt_ids) + len(row.answer_ids)) for row in conversations if len(row.prompt_ids) < 6)
-    stored = [len(made.layout.tensors(0)), sum(path.stat().st_size for path in made._folder.glob("shard-*"))]
-    assert rows * made.layout.bytes_per_row < stored[1] < rows * made.layout.bytes_per_row + 2000
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_written(job, tmp_path, monkeypatch):

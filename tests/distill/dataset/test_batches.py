@@ -16,7 +16,6 @@ from distill.dataset.batches import (
     ConversationDataset,
     Example,
     PackedBatchSampler,
-    balanced,
     collate,
     collate_packed,
     make_loader,
@@ -77,11 +76,6 @@ def test_the_order_depends_on_seed_and_epoch_alone(dataset):
     assert first_ids(make_loader(dataset, 8, seed=4)) != first_epoch
 
 
-def test_windows_of_similar_length_pad_less(dataset):
-    bucketed, unsorted = (BucketedBatchSampler(dataset.lengths, 8, seed=0, window=window) for window in (16, 1))
-    assert 1 - efficiency(bucketed, dataset.lengths) < 0.5 * (1 - efficiency(unsorted, dataset.lengths))
-
-
 def test_two_processes_share_an_epoch_and_both_follow_its_number(dataset):
     def epoch_of(rank, epoch):
         loader = prepare_data_loader(make_loader(dataset, 8, seed=0), num_processes=2, process_index=rank, put_on_device=False)
@@ -96,19 +90,15 @@ def test_two_processes_share_an_epoch_and_both_follow_its_number(dataset):
         assert {first for batch in alternating for first in batch} == set(range(1, 84))
 
 
-def test_no_dealing_of_neighbours_has_a_smaller_largest_batch():
-    generator = torch.Generator().manual_seed(2)
-    for num_rows in range(3, 9):
-        lengths = torch.randint(1, 30, (num_rows,), generator=generator).tolist()
-        ordered = sorted(lengths, reverse=True)
-        cuts = itertools.combinations(range(1, num_rows), 2)
-        best = min(max(a * ordered[0], (b - a) * ordered[a], (num_rows - b) * ordered[b]) for a, b in cuts)
-        shared = balanced(range(num_rows), lengths, 3)
-        assert sorted(itertools.chain(*shared)) == list(range(num_rows))
-        assert max(len(batch) * max(lengths[row] for row in batch) for batch in shared) == best
+def test_the_batches_of_a_step_are_of_similar_length(dataset):
+    shared = list(BucketedBatchSampler(dataset.lengths, 4, seed=0, num_batches=4))
+    positions = [len(batch) * max(dataset.lengths[batch]) for batch in shared]
+    steps = [positions[start : start + 4] for start in range(0, len(positions) - 4, 4)]  # the last one has fewer rows
+    assert len(steps) == 5
+    assert max(max(step) / min(step) for step in steps) < 1.5
 
 
-@pytest.mark.parametrize(("num_rows", "num_repeated"), [(1, 3), (3, 1), (8, 0), (9, 3), (11, 1), (12, 0)])
+@pytest.mark.parametrize(("num_rows", "num_repeated"), [(1, 3), (3, 1), (8, 0), (9, 3), (12, 0)])
 def test_a_last_step_with_fewer_conversations_than_batches_takes_more_of_those_of_the_first(num_rows, num_repeated):
     sampler = BucketedBatchSampler(range(1, num_rows + 1), 2, seed=0, num_batches=4)
     batches = list(sampler)
@@ -120,13 +110,12 @@ def test_a_last_step_with_fewer_conversations_than_batches_takes_more_of_those_o
     assert repeated.keys() <= first
 
 
-@pytest.mark.parametrize(("num_processes", "num_batches"), [(2, 4), (3, 6)])
-def test_processes_share_an_epoch_of_balanced_steps_without_repeating_a_conversation(dataset, num_processes, num_batches):
+def test_processes_share_an_epoch_of_steps_without_repeating_a_conversation(dataset):
     def share_of(rank):
-        loader = make_loader(dataset, 8, seed=0, num_batches=num_batches)
-        return list(prepare_data_loader(loader, num_processes=num_processes, process_index=rank, put_on_device=False))
+        loader = make_loader(dataset, 8, seed=0, num_batches=6)
+        return list(prepare_data_loader(loader, num_processes=3, process_index=rank, put_on_device=False))
 
-    shares = [share_of(rank) for rank in range(num_processes)]
+    shares = [share_of(rank) for rank in range(3)]
     assert len({len(share) for share in shares}) == 1
     rows = [first for share in shares for batch in first_ids(share) for first in batch]
     assert sorted(rows) == list(range(1, 84))
@@ -162,11 +151,13 @@ def test_every_conversation_comes_once_an_epoch_in_rows_that_hold_it(dataset, ep
     assert len(batches) == len(sampler)
 
 
-def test_chats_of_all_lengths_fill_more_than_97_parts_in_100():
+def test_chats_of_all_lengths_fill_more_than_97_parts_in_100_and_buckets_pad_less_than_the_order_given():
     lengths = np.clip(np.random.default_rng(0).lognormal(5.3, 0.8, 6000), 10, 1024).astype(int)
     packed = efficiency(sampler_of(lengths, 8, pack_length=2048), lengths)
+    bucketed, unsorted = (efficiency(BucketedBatchSampler(lengths, 8, seed=0, window=each), lengths) for each in (16, 1))
     assert packed > 0.97
-    assert packed > efficiency(BucketedBatchSampler(lengths, 8, seed=0), lengths)
+    assert packed > bucketed
+    assert 1 - bucketed < 0.5 * (1 - unsorted)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +165,6 @@ def test_chats_of_all_lengths_fill_more_than_97_parts_in_100():
     [
         ({"data": {"pack_length": 1024}}, "pack_length is for packed rows"),
         ({"data": {"packing": True, "pack_length": 100}}, "at least max_length"),
-        ({"data": {"packing": False}}, "True"),
         ({"data": {"packing": True}, "policy": {"on_policy": 0.5}}, "a row has to be one conversation"),
     ],
 )

@@ -5,14 +5,7 @@ import torch
 
 from configs.runtime.errors import InputError
 from configs.schema.data import AnswersConfig
-from distill.generation.answers import (
-    EMPTY,
-    NO_ROOM,
-    NOT_A_CONTINUATION,
-    UNREACHED,
-    AnswerJob,
-    existing_answers,
-)
+from distill.generation.answers import EMPTY, NO_ROOM, NOT_A_CONTINUATION, UNREACHED, AnswerJob, existing_answers
 from distill.generation.continuation import TargetSource
 from distill.generation.prompts import Prompt, encode_prompt
 from distill.generation.sources import check_given
@@ -26,14 +19,8 @@ GREEDY = AnswersConfig(max_new_tokens=12, batch_size=4)
 @pytest.fixture
 def job(byte_target, make_prompts, tmp_path):
     def make(folder="out", config=SAMPLED, count=14, fingerprint="job"):
-        return AnswerJob(
-            target=byte_target,
-            prompts=make_prompts(count),
-            config=config,
-            seed=5,
-            folder=tmp_path / folder,
-            fingerprint=fingerprint,
-        )
+        settings = {"config": config, "seed": 5, "folder": tmp_path / folder, "fingerprint": fingerprint}
+        return AnswerJob(target=byte_target, prompts=make_prompts(count), **settings)
 
     return make
 
@@ -101,19 +88,15 @@ def test_later_turns_follow_the_targets_own_answers_until_one_does_not_fit(byte_
     assert dropped == {NO_ROOM: 1, UNREACHED: 1}
 
 
-def test_two_processes_write_what_one_writes(job):
+def test_two_processes_write_what_one_writes_and_answers_of_another_job_are_written_again(job):
     alone, shared = job("alone"), job("shared")
     alone.work(rank=0, num_processes=1)
     for rank in (1, 0):
         shared.work(rank=rank, num_processes=2)
     assert rows_in(shared) == rows_in(alone)
     assert [row.prompt_id for row in rows_in(alone)] == [prompt.prompt_id for prompt in alone.prompts]
-
-
-def test_answers_of_another_job_are_written_again(job):
-    job(fingerprint="other").work(rank=0, num_processes=1)
-    with pytest.raises(RuntimeError, match="answers to 14 prompts are missing"):
-        job().collect()
+    with pytest.raises(RuntimeError, match="14 prompts"):
+        job("alone", fingerprint="other").collect()
 
 
 # --- answers that a data set brings ------------------------------------------------------------------------------
@@ -151,6 +134,8 @@ def test_an_answer_that_is_empty_or_whose_template_rewrites_the_prompt_is_droppe
     template = "{% if add_generation_prompt %}open{% else %}closed{% endif %}"
     monkeypatch.setattr(byte_target.tokenizer, "chat_template", template)
     assert one(byte_target, "Well.") == {NOT_A_CONTINUATION: 1}
+    with pytest.raises(InputError, match="the first is p"):
+        check_given([prompt("Well."), prompt(None)])
 
 
 def test_an_answer_has_its_thinking_and_its_calls_as_the_template_writes_them(byte_target, monkeypatch):
@@ -175,9 +160,3 @@ def test_an_answer_has_its_thinking_and_its_calls_as_the_template_writes_them(by
     assert byte_target.spell(row.prompt_ids) == "user:hi;tool:4;assistant:"
     assert byte_target.spell(row.answer_ids) == "<hm>Well.[f];"
     assert row.user_text == result.user_text == "hi"
-
-
-def test_a_prompt_without_an_answer_is_refused_by_name():
-    check_given([prompt("Well.")])
-    with pytest.raises(InputError, match="the first is p"):
-        check_given([prompt("Well."), prompt(None)])

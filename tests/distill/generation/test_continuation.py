@@ -14,8 +14,8 @@ class Counting:
 
     device = torch.device("cpu")
 
-    def __init__(self, stride):
-        self.stride, self.steps, self.batch, self.room, self.put = stride, [], None, 99, []
+    def __init__(self, stride=1, room=99):
+        self.stride, self.room, self.steps, self.put = stride, room, [], []
 
     def start(self, slots):
         self.batch = len(slots)
@@ -36,10 +36,6 @@ class Counting:
         self.put.append((list(places), [each.number for each in requests]))
 
 
-def ends_with_3(request):
-    return request.tokens[-1] % 10 == 3
-
-
 def written_by(source, limits, batch_size=None, then=None):
     """Return what is written in the order in which texts end; text 0 asks for another one, where `then` is its limit."""
     found = {}
@@ -49,7 +45,10 @@ def written_by(source, limits, batch_size=None, then=None):
             found[number] = written
             return request(len(limits), then) if number == 0 and then is not None else None
 
-        return Request(prompt_ids=(0, 10 * number), limit=limit, number=number, has_ended=ends_with_3, on_done=done)
+        def has_ended(request):
+            return request.tokens[-1] % 10 == 3
+
+        return Request(prompt_ids=(0, 10 * number), limit=limit, number=number, has_ended=has_ended, on_done=done)
 
     continue_requests(source, (request(*each) for each in enumerate(limits)), seed=0, batch_size=batch_size)
     return found
@@ -60,21 +59,20 @@ def test_texts_end_at_their_end_token_or_limit_also_in_the_middle_of_a_step():
 
 
 def test_waiting_requests_take_the_slots_of_texts_that_have_ended():
-    source = Counting(1)
+    source = Counting()
     assert list(written_by(source, (9, 3, 4, 3), batch_size=2)) == [1, 0, 2, 3]
     assert source.steps == [[0, 1], [0, 2], [0, 2], [3]]
     assert source.put == [([1], [2]), ([0], [3])]
 
 
 def test_what_a_text_asks_next_goes_before_new_requests():
-    source = Counting(1)
+    source = Counting()
     assert list(written_by(source, (3, 9, 3, 3), batch_size=2, then=4)) == [0, 4, 1, 2, 3]
     assert source.steps == [[0, 1], [4, 1], [4, 1], [2, 3]]
 
 
 def test_a_request_that_the_batch_has_no_room_for_begins_the_next_one_and_none_is_lost():
-    source = Counting(1)
-    source.room = 5
+    source = Counting(room=5)
     assert list(written_by(source, (9, 3, 8, 4), batch_size=2)) == [1, 0, 3, 2]
     assert source.steps == [[0, 1], [0], [0], [2, 3], [2, 3], [2]]
     assert source.put == []
@@ -94,5 +92,5 @@ def test_logits_that_are_not_finite_are_reported(byte_target, monkeypatch):
     monkeypatch.setattr(
         "distill.generation.continuation.head_logits", lambda model, hidden: torch.full((len(hidden), 4), torch.nan)
     )
-    with pytest.raises(RuntimeError, match=r"not finite in torch\.float32"):
+    with pytest.raises(RuntimeError, match=r"target\.dtype"):
         continue_tokens(byte_target, [[1]], SamplingConfig(), max_new_tokens=1, seed=0, requests=[0])

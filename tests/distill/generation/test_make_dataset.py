@@ -69,19 +69,9 @@ SHOWING_TOOLS = (
 def test_tools_are_shown_to_the_target_and_kept_for_the_evaluation(config, tmp_path, written_by):
     (tmp_path / "tools.jinja").write_text(SHOWING_TOOLS)
     called, result = {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "rain"}
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"hi {number}"},
-                called,
-                result,
-                {"role": "user", "content": "so"},
-                {"role": "assistant", "content": "no"},
-            ],
-            **({"tools": TOOLS} if number % 2 else {}),
-        }
-        for number in range(12)
-    ]
+    end = [called, result, {"role": "user", "content": "so"}, {"role": "assistant", "content": "no"}]
+    chats = [[{"role": "user", "content": f"hi {number}"}, *end] for number in range(12)]
+    rows = [{"messages": chat} | ({"tools": TOOLS} if number % 2 else {}) for number, chat in enumerate(chats)]
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     target = config.target.model_copy(update={"chat_template": str(tmp_path / "tools.jinja")})
@@ -113,21 +103,15 @@ def test_self_seeded_prompts_survive_an_interruption(config, monkeypatch):
     assert json.loads(made(config)["manifest.json"])["counts"]["prompts"] == 12
 
 
-def test_a_folder_with_anything_else_in_it_is_left_alone(config):
-    folder = Path(config.output)
-    folder.mkdir(parents=True)
-    (folder / ".hidden").write_text("mine")
-    with pytest.raises(InputError, match="hidden"):
-        make_dataset(config)
-    assert (folder / ".hidden").read_text() == "mine"
-
-
-def test_an_output_that_is_a_file_or_below_one_is_refused_before_the_target_is_loaded(config, tmp_path, monkeypatch):
+def test_an_output_that_is_a_file_or_holds_anything_else_is_refused_before_the_target_is_loaded(config, tmp_path, monkeypatch):
     monkeypatch.setattr(making, "load_target", lambda config: pytest.fail("loaded"))
-    (tmp_path / "file").write_text("")
-    for output, complaint in (("file", "is a file"), ("file/data", "cannot be written")):
-        with pytest.raises(InputError, match=complaint):
+    (tmp_path / "folder").mkdir()
+    for name in ("file", "folder/.hidden"):
+        (tmp_path / name).write_text("mine")
+    for output in ("file", "file/data", "folder"):
+        with pytest.raises(InputError, match=r"file|hidden"):
             make_dataset(config.model_copy(update={"output": str(tmp_path / output)}))
+    assert (tmp_path / "folder" / ".hidden").read_text() == "mine"
 
 
 def test_a_side_left_without_answers_is_refused_and_nothing_is_put_in_place(config, monkeypatch):
@@ -141,5 +125,5 @@ def test_a_side_left_without_answers_is_refused_and_nothing_is_put_in_place(conf
 def test_processes_that_do_not_know_of_one_another_are_refused(config, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(processes, "PartialState", lambda cpu, timeout: SimpleNamespace(num_processes=1))
-    with pytest.raises(RuntimeError, match="2 processes were launched, but accelerate sees 1"):
+    with pytest.raises(RuntimeError, match="2 processes"):
         make_dataset(config)

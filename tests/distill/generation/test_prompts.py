@@ -8,8 +8,7 @@ from configs.runtime.errors import InputError
 from distill.generation.prompts import (
     DUPLICATE,
     OVERLAP,
-    TOO_LONG,
-    TRUNCATED,
+    NearDuplicates,
     Prompt,
     encode_prompt,
     fit_prompts,
@@ -20,27 +19,15 @@ from distill.generation.prompts import (
 ASSISTANT = {"role": "assistant", "content": "Hello."}
 
 
-def test_a_prompt_that_fills_the_context_is_refused_by_name_and_one_shorter_is_not(byte_target):
+def test_a_prompt_that_fills_the_context_is_refused_by_name_or_left_out_and_one_shorter_is_not(byte_target):
     template = len(byte_target.encode_chat([{"role": "user", "content": ""}]))
     longest = byte_target.max_positions - 1 - template
-    assert len(encode_prompt(byte_target, Prompt(prompt_id="fits", category="c", turns=("x" * longest,)))) == 159
-    with pytest.raises(InputError, match="prompt long has 160 tokens; the target's context is 160"):
-        encode_prompt(byte_target, Prompt(prompt_id="long", category="c", turns=("x" * (longest + 1),)))
-
-
-def test_a_prompt_that_fills_the_context_is_left_out_or_loses_its_middle(byte_target):
-    long, short = (Prompt(prompt_id=name, category="c", turns=(text,)) for name, text in (("l", "a" * 200 + "z"), ("s", "x")))
-    assert fit_prompts(byte_target, [long, short], "skip", 8) == ([short], {TOO_LONG: 1})
-    (cut, kept), changed = fit_prompts(byte_target, [long, short], "truncate", 8)
-    assert (kept, changed) == (short, {TRUNCATED: 1})
-    assert cut.turns[0].startswith("aaa")
-    assert cut.turns[0].endswith("z")
-    assert len(encode_prompt(byte_target, cut)) <= byte_target.max_positions - 8
-
-
-def test_a_prompt_whose_earlier_messages_fill_the_context_is_left_out_however_short_its_last_is(byte_target):
-    chat = Prompt(prompt_id="l", category="c", turns=("And?",), history=({"role": "user", "content": "a" * 200}, ASSISTANT))
-    assert fit_prompts(byte_target, [chat], "truncate", 8) == ([], {TOO_LONG: 1})
+    fits, long = (Prompt(prompt_id=name, category="c", turns=("x" * n,)) for name, n in (("f", longest), ("long", longest + 1)))
+    assert len(encode_prompt(byte_target, fits)) == 159
+    with pytest.raises(InputError, match="prompt long has 160 tokens"):
+        encode_prompt(byte_target, long)
+    assert fit_prompts(byte_target, [long, fits], "skip") == [fits]
+    assert fit_prompts(byte_target, [long, fits], "refuse") == [long, fits]
 
 
 def test_a_prompt_that_cannot_be_encoded_is_named_with_its_place(byte_target):
@@ -106,12 +93,18 @@ def test_duplicates_are_dropped_whatever_their_case_and_spacing_and_the_first_st
     assert not {p.prompt_id for p in copies} & {p.prompt_id for p in (*split.train, *split.held_out)}
 
 
-def test_a_train_prompt_that_shares_13_words_with_a_held_out_one_is_dropped():
-    shared = " ".join(f"word{n}" for n in range(13))
+@pytest.mark.parametrize(
+    ("shared", "spoiled"),
+    [
+        (" ".join(f"word{n}" for n in range(13)), " ".join(f"word{n}" for n in range(12)) + " other"),
+        ("春眠不觉晓处处闻啼鸟夜来风雨声", "花落知多少"),  # of which a character is a word
+    ],
+    ids=["words", "characters"],
+)
+def test_a_train_prompt_that_shares_13_words_with_a_held_out_one_is_dropped(shared, spoiled):
     held_out = next(text for n in range(500) if hash_position(text := f"{shared} tail {n}") < 0.1)
     train = next(text for n in range(500) if hash_position(text := f"Begin {n}: {shared.upper()}!") >= 0.1)
-    short = train.replace("WORD12", "other")
-    assert hash_position(short) >= 0.1
+    short = next(text for n in range(500) if hash_position(text := f"Begin {n}: {spoiled}!") >= 0.1)
     split = split_prompts([prompt(text) for text in (held_out, train, short)], 0.1)
     assert texts(split.train) == {short}
     assert split.dropped[OVERLAP] == 1
@@ -148,15 +141,6 @@ def test_a_prompt_with_a_turn_that_is_a_whole_held_out_prompt_is_dropped():
     assert split.dropped[OVERLAP] > 10
 
 
-def test_a_chinese_text_overlaps_by_its_characters():
-    shared = "春眠不觉晓处处闻啼鸟夜来风雨声"
-    held_out = next(text for n in range(500) if hash_position(text := f"{shared}{n}") < 0.1)
-    train = next(text for n in range(500) if hash_position(text := f"请问{shared}{n}") >= 0.1)
-    other = next(text for n in range(500) if hash_position(text := f"花落知多少{n}") >= 0.1)
-    split = split_prompts([prompt(text) for text in (held_out, train, other)], 0.1)
-    assert texts(split.train) == {other}
-
-
 def test_a_shared_system_message_is_no_overlap():
     system = {"role": "system", "content": " ".join(f"rule{n}" for n in range(40))}
     split = split_prompts([prompt(p.user_text, history=(system,)) for p in PROMPTS], 0.1)
@@ -167,3 +151,10 @@ def test_a_shared_system_message_is_no_overlap():
 def test_a_split_with_an_empty_side_is_refused(share):
     with pytest.raises(InputError, match="both need at least one"):
         split_prompts(PROMPTS, share)
+
+
+def test_a_text_is_near_to_one_that_shares_half_of_its_runs_of_four_words():
+    near, sea = NearDuplicates(), "Write a poem about the sea and a small boat"
+    texts = (sea, "write a POEM, about the sea and a small ship", "Write a poem about mountains, not the sea", "too few words")
+    assert [near.add(text) for text in texts] == [True, False, True, True]
+    assert near.add("too few words")  # of a run there is none

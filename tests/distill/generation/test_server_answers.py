@@ -52,7 +52,8 @@ def test_every_setting_of_the_sampling_is_sent(writer, api, prompt):
     assert (sampled["max_tokens"], sampled["model"], sampled["stop_token_ids"]) == (20, "tiny", list(api.target.eos_token_ids))
 
 
-def test_a_prompt_that_always_fails_leaves_the_others_answered(config, api):
+@pytest.mark.parametrize("status", [400, 500])
+def test_a_prompt_that_always_fails_ends_the_run_and_what_was_answered_is_not_asked_again(config, api, status):
     plain = api.respond
 
     def fail_one(path, headers, body):
@@ -61,21 +62,14 @@ def test_a_prompt_that_always_fails_leaves_the_others_answered(config, api):
 
     undisturbed = made(config("undisturbed"))
     longest = max(len(body["prompt"]) for body in api.asked if "seed" in body)
-    api.respond, status = fail_one, 400
-    with pytest.raises(InputError, match=r"^prompt \d+: .* refuses a request"):
-        make_dataset(config("refused"))
-    status = 500
-    with pytest.raises(InputError, match=r"\d prompts were given up, the first: prompt \d+: .* rerun the same command"):
+    api.respond = fail_one
+    api.asked.clear()
+    with pytest.raises(InputError, match=r"^prompt \d+: .*; the answers so far are kept"):
         make_dataset(config())
     api.respond = plain
-    api.asked.clear()
     assert sides(made(config())) == sides(undisturbed)
-    assert 0 < len([body for body in api.asked if "seed" in body]) < NUM_TURNS / 2
-    api.respond = lambda path, headers, body: (
-        (500, {}, {"error": "no"}) if "seed" in (body or {}) else plain(path, headers, body)
-    )
-    with pytest.raises(InputError, match="5 prompts in a row were given up"):
-        make_dataset(config("never"))
+    # Of the failed run only the answers under way are asked for again.
+    assert NUM_TURNS <= len([body for body in api.asked if "seed" in body]) <= NUM_TURNS + 2 * 3
 
 
 def test_as_many_are_under_way_as_allowed_and_what_came_is_kept_when_one_is_given_up(writer, api, make_prompts, monkeypatch):
@@ -91,7 +85,7 @@ def test_as_many_are_under_way_as_allowed_and_what_came_is_kept_when_one_is_give
     job = writer(prompts=prompts, concurrency=4)
     with pytest.raises(InputError, match="given up"):
         job.work(rank=0, num_processes=1)
-    assert job.finished().tolist() == [number != 9 for number in range(12)]
+    assert job.finished() == {*range(12)} - {9}
 
 
 def test_an_answer_to_other_token_ids_or_of_another_form_is_refused(writer, api, prompt):
@@ -111,14 +105,14 @@ def test_an_answer_to_other_token_ids_or_of_another_form_is_refused(writer, api,
         ([1, 2, 9], "stop", [1, 2, 9]),
         ([1, 7, 3, 4], "length", [1, 7]),  # a server that does not stop where it was told to
         ([1, 2, 3, 9], "length", [1, 2, 3, 9]),
-        ([1, 2], "stop", "end by 9, 7"),
-        ([], "stop", "last token none"),
-        ([1, 2], "length", "2 tokens"),
-        ([1, 2, 3, 4, 9], "stop", "5 tokens"),
+        ([1, 2], "stop", "stop"),
+        ([], "stop", "stop"),
+        ([1, 2], "length", "length"),
+        ([1, 2, 3, 4, 9], "stop", "stop"),
         ([-1, 9], "stop", "-1"),
         ([1, 9], "content_filter", "content_filter"),
         (None, "stop", "return_token_ids"),
-        *(([1, 2], reason, str(reason)) for reason in (None, "abort", "error")),
+        ([1, 2], "abort", "abort"),
     ],
 )
 def test_ids_go_up_to_the_end_of_the_answer_and_one_that_cannot_be_right_is_refused(token_ids, finish, expected):
@@ -195,9 +189,9 @@ def test_sampled_answers_are_the_same_in_every_run_however_they_come(config, api
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda entry: entry.update(logprob=entry["logprob"] - 0.25), r"differ by 0\.25 nats .* allows 0\.2$"),
-        (lambda entry: entry.update(logprob=math.nan), "differ by nan nats"),
-        (None, "answers without log-probabilities of the prompt"),
+        (lambda entry: entry.update(logprob=entry["logprob"] - 0.25), r"0\.25.*server\.probe_tolerance"),
+        (lambda entry: entry.update(logprob=math.nan), r"server\.probe_tolerance"),
+        (None, "prompt_logprobs"),
     ],
 )
 def test_the_probe_measures_the_mean_difference_at_the_servers_likeliest_tokens(config, api, change, complaint):

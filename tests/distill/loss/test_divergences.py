@@ -54,19 +54,6 @@ def test_value_and_gradient_are_the_textbooks(name, settings, ids, temperature):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_the_textbook_is_written_out_right():
-    p, q = ([math.exp(x) / sum(map(math.exp, row)) for x in row] for row in ([0.1, 2.0, -1.0], [1.0, 0.5, 0.0]))
-    logits = [torch.tensor([row], dtype=torch.float64) for row in ([0.1, 2.0, -1.0], [1.0, 0.5, 0.0])]
-    expected = {
-        "forward_kl": sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)),
-        "reverse_kl": sum(b * math.log(b / a) for a, b in zip(p, q, strict=True)),
-        "total_variation": sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2,
-        "negative_log_acceptance": -math.log(sum(map(min, p, q))),
-    }
-    for name, value in expected.items():
-        assert textbook(name, *logits).item() == pytest.approx(value, rel=1e-12)
-
-
 @pytest.mark.parametrize("name", PLAIN)
 def test_half_precision_logits_are_compared_in_float32(name):
     target, draft = random_logits(1).bfloat16(), random_logits(2).bfloat16()
@@ -121,13 +108,6 @@ def test_log_acceptance_still_has_a_gradient_where_acceptance_underflows():
     pair = make_pair(torch.tensor([[200.0, 0.0]]), torch.tensor([[0.0, 200.0]]))
     assert acceptance(pair).item() == 0
     assert negative_log_acceptance(pair)[1][0, 0] < -0.4
-
-
-def test_what_cannot_be_compared_is_refused():
-    with pytest.raises(ValueError, match="6 logits"):
-        make_pair(random_logits(1), random_logits(3, 6))
-    with pytest.raises(ValueError, match="needs labels"):
-        cross_entropy(make_pair(random_logits(1), random_logits(2)))
 
 
 # --- by config ----------------------------------------------------------------------------------------------------

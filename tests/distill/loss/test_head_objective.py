@@ -126,6 +126,10 @@ def test_value_and_gradient_are_those_of_the_sum_written_out(target, states, nam
     expected, values = torch.zeros((), dtype=torch.float64), []
     for depth in range(NUM_DEPTHS):
         values.append(0.0)
+        seen = [overlap_and_agreement(head, states, target, depth, place) for place in origins_by_hand(depth)]
+        assert found.labels_K[depth] == len(seen)
+        assert float(found.acceptance_K[depth]) == pytest.approx(sum(overlap for overlap, _ in seen), rel=1e-5)
+        assert found.agrees_K[depth] == sum(agrees for _, agrees in seen)
         for place in origins_by_hand(depth):
             value = naive_value(name, *distributions(head, states, target, depth, place), place + depth + 1)
             row_weight = head.row_weights_KP[depth, place] if row_weights else 1.0
@@ -163,17 +167,6 @@ def test_a_block_weighs_its_rows_by_the_chances_of_being_accepted_so_far(target,
     plain = objective.eval()(BATCH, states).loss
     head.weighs_by_acceptance = True
     torch.testing.assert_close(objective(BATCH, states).loss, plain)
-
-
-@REDUCED
-def test_depths_count_their_labels_and_each_acceptance_counts_what_cannot_be_said_as_rejected(target, states, token_ids_W):
-    head = RandomHead(token_ids_W)
-    found = HeadObjective(head, target, LossConfig())(BATCH, states)
-    for depth in range(NUM_DEPTHS):
-        seen = [overlap_and_agreement(head, states, target, depth, place) for place in origins_by_hand(depth)]
-        assert found.labels_K[depth] == len(seen)
-        assert float(found.acceptance_K[depth]) == pytest.approx(sum(overlap for overlap, _ in seen), rel=1e-5)
-        assert found.agrees_K[depth] == sum(agrees for _, agrees in seen)
 
 
 @torch.no_grad()

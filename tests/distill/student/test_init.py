@@ -27,22 +27,21 @@ def test_a_block_that_the_target_does_not_have_is_refused(target):
         initial_draft(StudentConfig(layers=[0, 3]), target)
 
 
-def test_a_model_without_rows_for_every_token_is_refused(tmp_path, tiny_llama, tiny_tokenizer, target):
-    tiny_llama(vocab_size=60).save_pretrained(tmp_path)
-    tiny_tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="has a vocabulary of 60, the target's tokenizer 64"):
-        initial_draft(StudentConfig(init="model", path=str(tmp_path)), target)
-
-
-def test_a_smaller_model_with_another_tokenizer_is_refused(target, tmp_path, tiny_llama, tiny_tokenizer):
+def test_a_smaller_model_with_another_tokenizer_or_without_rows_for_every_token_is_refused(
+    target, tmp_path, tiny_llama, tiny_tokenizer
+):
+    config = StudentConfig(init="model", path=str(tmp_path))
     tiny_llama(seed=3, dtype=torch.float32).save_pretrained(tmp_path)
     tiny_tokenizer.save_pretrained(tmp_path)
-    assert initial_draft(StudentConfig(init="model", path=str(tmp_path)), target).config.num_hidden_layers == 2
+    assert initial_draft(config, target).config.num_hidden_layers == 2
+    tiny_llama(vocab_size=60).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="vocabulary of 60"):
+        initial_draft(config, target)
     other = tiny_tokenizer.__class__.from_pretrained(tmp_path)
     other.add_tokens(["another_word"])
     other.save_pretrained(tmp_path)
     with pytest.raises(InputError, match="another tokenizer"):
-        initial_draft(StudentConfig(init="model", path=str(tmp_path)), target)
+        initial_draft(config, target)
 
 
 def test_a_fresh_draft_is_the_targets_config_with_some_values_replaced(target):
@@ -54,16 +53,10 @@ def test_a_fresh_draft_is_the_targets_config_with_some_values_replaced(target):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        ({"hiden_size": 16}, "has no 'hiden_size'; the nearest it has is 'hidden_size'"),
-        ({"vocab_size": 32}, "vocab_size is the target's"),
-        ({"num_key_value_heads": 3}, "make no model"),
-        ({"hidden_size": "wide"}, "make no model"),
-    ],
+    "overrides", [{"hiden_size": 16}, {"vocab_size": 32}, {"num_key_value_heads": 3}, {"hidden_size": "wide"}]
 )
-def test_overrides_that_make_no_draft_for_the_target_are_refused(target, overrides, words):
-    with pytest.raises(ConfigError, match=rf"student\.overrides: .*{words}"):
+def test_overrides_that_make_no_draft_for_the_target_are_refused(target, overrides):
+    with pytest.raises(ConfigError, match=rf"student\.overrides: .*{next(iter(overrides))}"):
         initial_draft(StudentConfig(init="fresh", overrides=overrides), target)
 
 

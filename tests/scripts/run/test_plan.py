@@ -99,8 +99,8 @@ def test_no_more_prompts_are_used_than_were_asked_for_and_own_settings_of_prompt
         assert (chosen.num_prompts == 100) == (most == 100)
         assert chosen.temperature == (1.3 if most else 0.8)
     (tmp_path / "prompts.txt").write_text("".join(f"w{n % 50} w{n // 50}\n" for n in range(300)))
-    own = prompts_of(str(tmp_path / "prompts.txt"), PromptsConfig(num_prompts=100, on_too_long="truncate"))
-    assert (own.num_prompts, own.on_too_long, own.source) == (100, "truncate", "file")
+    own = prompts_of(str(tmp_path / "prompts.txt"), PromptsConfig(num_prompts=100, on_too_long="refuse"))
+    assert (own.num_prompts, own.on_too_long, own.source) == (100, "refuse", "file")
 
 
 def test_of_a_file_of_which_some_prompts_are_taken_as_many_are_held_out_as_are_decoded(model, tmp_path):

@@ -16,7 +16,7 @@ from scripts.run import stages
 from scripts.run.draft_file import write_draft_file
 
 TARGET = {"target.name": "ann/model", "target.dtype": "float32"}
-SUITE = SuiteConfig(name="house", path="eval/suites/house64.jsonl", on_too_long="truncate")
+SUITE = SuiteConfig(name="house", path="eval/suites/house64.jsonl", on_too_long="skip")
 ASKED = {
     "target": {"name": "ann/model", "dtype": "float32"},
     "prompts": {"source": "file", "path": "asked.jsonl", "num_prompts": 90},

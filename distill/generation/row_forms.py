@@ -1,0 +1,238 @@
+"""What a row of a file or a data set asks. A row's form is recognised by its keys:
+
+    turns      turns: user messages to be answered one after the other (MT-bench, Spec-Bench)
+    messages   messages: {role, content} [tools], as of OpenAI; content may be a list of parts. Also inside `request`, of a log
+               whose responses are not read, or inside `body`, as of OpenAI's batch files
+    sharegpt   conversations: {from, value}, or {role, content} as of SpecForge and speculators [tools]
+    ids        prompt_ids [sample, answer_ids], token ids; several rows of one prompt are told apart by `sample`
+    column     a column that the config names: a text, a list of turns, or messages [a second one with the answer]
+
+Parts are texts and, in what the user says, images and sounds: {type: image_url, image_url: {url}} and {type: input_audio,
+input_audio: {data, format}} as of OpenAI, {type: audio_url, audio_url: {url}}, or {type: image} and {type: audio} with url,
+path, or a key of the type's name. The text then has an `OBJECT` in each one's place, and the prompt their references as `media`
+(`heads.frozen.media.MediaPrompt`).
+
+A conversation that ends with the assistant brings the answer to the message before it, which is the user's or a tool's result:
+the data set's own answer, used only with `answers.written_by=dataset`. It may have `reasoning_content` (or `reasoning`) and
+`tool_calls`. A row may also have `category` and an id; other keys are ignored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from configs.runtime.errors import InputError
+from distill.generation.prompts import UNCATEGORISED, Prompt
+from heads.frozen.tokenizer import OBJECT, SOUND
+
+COLUMN, COLUMN_NAME = "column", "prompt"  # the form, and the column where none is named
+# The key by which a row is recognised -> its form, tried in this order.
+FORMS = {
+    "turns": "turns",
+    "messages": "messages",
+    "request": "messages",
+    "body": "messages",
+    "conversations": "sharegpt",
+    "prompt_ids": "ids",
+}
+IMAGE_PARTS, SOUND_PARTS = ("image", "image_url"), ("audio", "audio_url", "input_audio")
+# The keys by which parts name an image or a sound, tried in this order.
+IMAGE_KEYS, SOUND_KEYS = ("image_url", "url", "path", "image"), ("input_audio", "audio_url", "url", "path", "audio")
+# What a chat template may read
+MESSAGE_KEYS = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")
+ID_KEYS = ("question_id", "id", "prompt_id", "task_id", "custom_id")
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
+
+
+def detect_format(row: Mapping[str, Any], where: str, setting: str, column: str = COLUMN_NAME) -> str:
+    """Return the form of a row, by its keys; `setting` is the config key by which a user names a `column`, for the error."""
+    if (key := next((key for key in FORMS if row.get(key) is not None), None)) is not None:
+        return FORMS[key]
+    if column in row:
+        return COLUMN
+    keys = ", ".join(row) or "(none)"
+    raise InputError(f"{where}: none of the keys {keys} is that of a form ({', '.join(FORMS)}); name the prompt's by {setting}")
+
+
+def read_row(
+    row: Mapping[str, Any],
+    format: str,
+    where: str,
+    *,
+    column: str | None = None,
+    answer_column: str | None = None,
+    default_category: str = UNCATEGORISED,
+    default_id: str | None = None,
+    setting: str,
+) -> Prompt:
+    """Return the prompt of a row in one of the forms, or in `column` (None: `prompt`), its answer in `answer_column`.
+
+    A row without an id gets `default_id`, or is named by its content where that is None and with `turns` and `messages`. Errors
+    name the row by `where`, and the config key of the column by `setting`.
+    """
+    by_content = format in ("turns", "messages")
+    keys = ID_KEYS[:2] if by_content else ID_KEYS
+    given_id = next((row[key] for key in keys if row.get(key) not in (None, "")), None if by_content else default_id)
+    category = row.get("category") or default_category
+    if isinstance(given_id, bool) or not isinstance(given_id, str | int | None):
+        raise InputError(f"{where}: question_id must be a text or a whole number, got {given_id!r}")
+    if not isinstance(category, str):
+        raise InputError(f"{where}: category must be a text, got {category!r}")
+    prompt = _prompt(row, format, where, (column or COLUMN_NAME, answer_column), setting)
+    prompt_id = _hash_of(prompt) if given_id is None else str(given_id)
+    return replace(prompt, prompt_id=prompt_id, category=category, where=where)
+
+
+def _prompt(row: Mapping[str, Any], format: str, where: str, columns: tuple[str, str | None], setting: str) -> Prompt:
+    if format == "messages":
+        chat = row if row.get("messages") is not None else row.get("request") or row.get("body") or row
+        return _chat(_value(chat, "messages", where, setting), where, chat.get("tools"))
+    if format == "sharegpt":
+        said = row["conversations"]
+        if not isinstance(said, list) or not all(isinstance(each, dict) for each in said):
+            raise InputError(f"{where}: conversations must be a list of objects, got {str(said)[:60]!r}")
+        return _chat([_from_sharegpt(each) for each in said], where, row.get("tools"))
+    if format == "ids":
+        sample = f" #{row['sample']}" if row.get("sample") is not None else ""
+        answer = None if row.get("answer_ids") is None else _spelled(row["answer_ids"], "answer_ids", where)
+        return _turns([_spelled(_value(row, "prompt_ids", where, setting), "prompt_ids", where) + sample], where, answer)
+    key, answer_key = columns if format == COLUMN else (format, None)
+    asked, answer = _value(row, key, where, setting), None if answer_key is None else _value(row, answer_key, where, setting)
+    is_chat = isinstance(asked, list) and bool(asked) and isinstance(asked[0], dict)
+    if answer in (None, ""):
+        return _chat(asked, where) if is_chat else _turns([asked] if isinstance(asked, str) else asked, where)
+    said = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    return _chat([*said, *(answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}])], where)
+
+
+def _value(row: Any, key: str, where: str, setting: str) -> Any:
+    if not isinstance(row, Mapping) or key not in row:
+        there = ", ".join(row) if isinstance(row, Mapping) else str(row)[:60]
+        raise InputError(f"{where}: no key {key!r} ({setting}) in: {there}")
+    return row[key]
+
+
+def _hash_of(prompt: Prompt) -> str:
+    content: list[Any] = [list(prompt.history), list(prompt.turns), *prompt.tools, *prompt.media]
+    content += [prompt.turn_keys] if prompt.turn_keys else []
+    text = json.dumps(content, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
+def _turns(turns: Any, where: str, answer: str | None = None) -> Prompt:
+    if not isinstance(turns, list) or not turns:
+        raise InputError(f"{where}: turns must be a list, not empty, got {str(turns)[:60]!r}")
+    if blank := [turn for turn in turns if not isinstance(turn, str) or not turn.strip()]:
+        raise InputError(f"{where}: a turn must be a text that is not blank, got {str(blank[0])[:60]!r}")
+    return Prompt(prompt_id="", category="", turns=tuple(turns), answer=answer)
+
+
+def _chat(said: Any, where: str, tools: Any = None) -> Prompt:
+    if not isinstance(said, list) or not said:
+        raise InputError(f"{where}: messages must be a list, not empty, got {str(said)[:60]!r}")
+    messages, media = [], []
+    for each in said:
+        message, found = _plain_message(each, where) if isinstance(each, dict) else ({}, [])
+        if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise InputError(f"{where}: a message must have a role and a content, both texts, got {str(each)[:60]!r}")
+        messages.append(message)
+        media += found
+    answered = messages.pop() if messages[-1]["role"] == "assistant" else {}
+    last = messages.pop() if messages else {}
+    if last.get("role") not in ("user", "tool") or (last["role"] == "user" and not last["content"].strip()):
+        raise InputError(f"{where}: messages must end with a user's that is not blank, or a tool's (and one answer)")
+    return Prompt(
+        prompt_id="",
+        category="",
+        turns=(last["content"],),
+        history=tuple(messages),
+        tools=tuple(_parse_tools(tools, where)) if tools else (),
+        turn_keys={} if last["role"] == "user" else {key: value for key, value in last.items() if key != "content"},
+        answer=answered.get("content"),
+        answer_keys={key: value for key, value in answered.items() if key not in ("role", "content")},
+        media=tuple(media),
+    )
+
+
+def _from_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
+    message = message if "role" in message else {"role": message.get("from"), "content": message.get("value")}
+    return message | {"role": SHAREGPT_ROLES.get(str(message["role"]), message["role"])}
+
+
+def _plain_message(given: dict[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
+    """Return a message with its text parts joined and its calls of tools parsed, and references to its images and sounds."""
+    if given.get("reasoning"):  # as newer servers call it
+        given = {"reasoning_content": given["reasoning"]} | given
+    if calls := given.get("tool_calls"):
+        content = "" if given.get("content") is None else given["content"]
+        calls = [_with_parsed_arguments(call) for call in calls] if isinstance(calls, list) else calls
+        given = given | {"tool_calls": calls, "content": content}
+    message = {key: given[key] for key in MESSAGE_KEYS if key in given}
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message, []
+    texts, media = [], []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind == "text":
+            if not isinstance(part.get("text"), str):
+                raise InputError(f"{where}: a part of type text must hold a text, got {str(part)[:60]!r}")
+            texts.append(part["text"])
+        elif kind in IMAGE_PARTS + SOUND_PARTS and message.get("role") == "user":
+            texts.append(OBJECT)
+            media.append(_reference(part, where, is_image=kind in IMAGE_PARTS))
+        else:
+            role = message.get("role")
+            raise InputError(f"{where}: a message of {role} has a part of type {kind}; only users send images and sounds")
+    if media and any(OBJECT in text for text in texts if text != OBJECT):
+        raise InputError(f"{where}: a text next to images or sounds holds U+FFFC, which marks the place of one")
+    return message | {"content": "".join(texts)}, media
+
+
+def _parse_tools(value: Any, where: str) -> list[Any]:
+    """Return the tools of a row: a list of objects, or a text with one in JSON, as some data sets keep it."""
+    try:
+        tools = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        tools = None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise InputError(f"{where}: tools must be a list of objects such as {{type, function}}, got {str(value)[:60]!r}")
+    return tools
+
+
+def _spelled(ids: Any, key: str, where: str) -> str:
+    if not isinstance(ids, list) or not ids or not all(type(token) is int and token >= 0 for token in ids):
+        raise InputError(f"{where}: {key} must be a list of token ids, at least one, got {str(ids)[:60]!r}")
+    return " ".join(map(str, ids))
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    """Return a call of a tool with its arguments as an object, which chat templates and engines work on: logs have them as JSON
+    in a text, which a template would quote once more. What is no such call stays as it is.
+    """
+    function: Any = call.get("function", call) if isinstance(call, dict) else None
+    try:
+        arguments = json.loads(function["arguments"])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    parsed = {**function, "arguments": arguments}
+    return parsed if function is call else {**call, "function": parsed}
+
+
+def _reference(part: Mapping[str, Any], where: str, *, is_image: bool) -> str:
+    given = next((part[key] for key in (IMAGE_KEYS if is_image else SOUND_KEYS) if part.get(key)), None)
+    reference = given.get("url") if isinstance(given, Mapping) else given
+    if not is_image and isinstance(given, Mapping) and "data" in given:
+        if given.get("format") != "wav":
+            raise InputError(f"{where}: a sound has format {str(given.get('format'))[:60]!r}; wav is read")
+        reference = f"data:audio/wav;base64,{given['data']}"
+    if not isinstance(reference, str) or not reference:
+        kind = "an image" if is_image else "a sound"
+        raise InputError(f"{where}: {kind} must be named by a path, a data URL or a URL, got {str(given)[:60]!r}")
+    return reference if is_image else SOUND + reference
