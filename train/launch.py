@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -104,14 +104,11 @@ def _train(config: Recipe, make_task: Callable[..., Task], accelerator: Accelera
         write_run_record(output, config)
     outcome = train(task, loader, config, accelerator, _hash_materials(config, materials.target))
     path = output / "outcome.json"
-    if accelerator.is_main_process and (outcome.labels or not path.is_file()):  # that of a run that had ended before stays
-        write_json(path, {**asdict(outcome), "sanity_seconds": sanity_seconds})
+    if accelerator.is_main_process and (outcome["labels"] or not path.is_file()):  # that of a run that had ended before stays
+        write_json(path, outcome | {"sanity_seconds": sanity_seconds})
     log.info(
         "done: %d steps in %.0f s; best tokens per target step on held-out prompts %.3f, at step %d; artifact in %s",
-        outcome.steps,
-        outcome.seconds,
-        outcome.best_score,
-        outcome.best_step,
+        *(outcome[name] for name in ("steps", "seconds", "best_score", "best_step")),
         output / "artifact",
     )
     return DONE

@@ -119,26 +119,29 @@ def mask_arguments(arguments: list[str]) -> list[str]:
     return masked
 
 
-def mask_secrets(value: Any, below: tuple[type, ...] = ()) -> Any:
+def mask_secrets(value: Any) -> Any:
     """Return a JSON value without secrets.
 
-    Every text below a secret key is masked, and every number but below a key of tokens (`below` holds the types, further
-    down); so are the secret values of a list `command`. Other texts are redacted; the rest stays.
+    What stands under a secret key is masked as a whole, under a key of tokens its texts alone; so are the secret values of a
+    list `command`. Other texts are redacted; the rest stays.
     """
     if isinstance(value, dict):
-        return {key: _mask_field(key, inner, below) for key, inner in value.items()}
+        return {key: _mask_field(key, inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [mask_secrets(item, below) for item in value]
-    if below:
-        return MASK if isinstance(value, below) and not isinstance(value, bool) else value
+        return [mask_secrets(item) for item in value]
     return redact(value) if isinstance(value, str) else value
 
 
-def _mask_field(key: str, value: Any, below: tuple[type, ...]) -> Any:
-    if not below and key == "command" and isinstance(value, list) and all(isinstance(each, str) for each in value):
+def _mask_field(key: str, value: Any) -> Any:
+    if value is None or isinstance(value, bool):
+        return value
+    if SURELY_SECRET_KEY.search(key) or (SECRET_KEY.search(key) and isinstance(value, str)):
+        return MASK
+    if SECRET_KEY.search(key) and isinstance(value, list):
+        return [_mask_field(key, each) for each in value]
+    if key == "command" and isinstance(value, list) and all(isinstance(each, str) for each in value):
         return mask_arguments(value)
-    secret: tuple[type, ...] = (str, int, float) if SURELY_SECRET_KEY.search(key) else (str,)
-    return mask_secrets(value, below or (secret if SECRET_KEY.search(key) else ()))
+    return mask_secrets(value)
 
 
 def scrub(text: str) -> str:

@@ -85,16 +85,10 @@ def unless_plain_url(url: str, key: str, instead: str = "") -> Iterator[str]:
         yield f"{key} must hold no user, password or query{instead}"
 
 
-def dotted(section: Mapping[str, Any], above: str = "", *, takes_all: bool = False) -> Iterator[tuple[str, Any]]:
-    """Yield every value of nested sections under its dotted key; `ValueError` where one is a list.
-
-    With `takes_all` a list is a value, and so is an empty section, which turns on what is off by default.
-    """
+def dotted(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value of nested sections under its dotted key; an empty section, which turns on what is off, is a value."""
     for name, value in section.items():
-        key = f"{above}{name}"
-        if isinstance(value, dict) and (value or not takes_all):
-            yield from dotted(value, f"{key}.", takes_all=takes_all)
-            continue
-        if isinstance(value, list) and not takes_all:
-            raise ValueError(f"{key} must be a single value, not a list; change it in the recipe's own file")
-        yield key, value
+        if isinstance(value, dict) and value:
+            yield from dotted(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value

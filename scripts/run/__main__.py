@@ -110,7 +110,7 @@ def _same_request(asked: RunConfig, path: Path) -> RunConfig:
 
 
 def _by_keys(run: RunConfig, *, exclude_unset: bool = False) -> dict[str, Any]:
-    return dict(dotted(run.model_dump(mode="json", exclude_unset=exclude_unset), takes_all=True))
+    return dict(dotted(run.model_dump(mode="json", exclude_unset=exclude_unset)))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

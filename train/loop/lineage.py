@@ -99,7 +99,7 @@ def deciding_settings(config: Mapping[str, Any], contents: Mapping[str, str]) ->
     The decoding of held-out prompts belongs to it: scores got in another way cannot be compared with the best so far. Options
     that are off (None) do not.
     """
-    flat = dotted(config, takes_all=True)
+    flat = dotted(config)
     kept = {key: value for key, value in flat if value is not None and not changes_no_weight(key)}
     return kept | {f"contents.{name}": sha256 for name, sha256 in contents.items()}
 

@@ -31,7 +31,7 @@ from heads.modules.interface import Batch
 from train.loop.checkpoints import START_AGAIN, Checkpoints, Progress
 from train.loop.engines import choose_engine, make_optimizer
 from train.loop.lineage import Lineage
-from train.loop.milestones import Milestones, TrainingResult, check_finite
+from train.loop.milestones import Milestones, check_finite
 from train.loop.telemetry import StepClock, StepMetrics, start_trackers
 
 log = logging.getLogger("draftsmith")
@@ -92,11 +92,12 @@ def train(
     config: DistillConfig | HeadsConfig,
     accelerator: Accelerator,
     contents: Mapping[str, str] | None = None,
-) -> TrainingResult:
+) -> dict[str, Any]:
     """Train until the schedule ends, from the newest usable checkpoint in the output where `schedule.resume` is set.
 
-    A checkpoint of another config, or of files of other `contents` (their hashes), is not resumed from.
-    Ends by an InputError (checkpoints), RunFailed (a loss or gradient is not finite) or Stopped (SIGTERM came).
+    Return how the run ended (`Milestones.result`). A checkpoint of another config, or of files of other `contents` (their
+    hashes), is not resumed from. Ends by an InputError (checkpoints), RunFailed (a loss or gradient is not finite) or Stopped
+    (SIGTERM came).
     """
     with _noted_sigterm() as stops:
         training = Training(task, loader, config, accelerator, contents or {}, stops)
@@ -148,7 +149,7 @@ class Training:
         self.metrics = StepMetrics(accelerator, self.clock, flops)
         self.milestones = Milestones(self, Path(config.output))
 
-    def run(self) -> TrainingResult:
+    def run(self) -> dict[str, Any]:
         self.clock.start()
         if self.schedule.resume:
             self._resume()

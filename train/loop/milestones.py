@@ -6,9 +6,8 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,22 +23,6 @@ if TYPE_CHECKING:
     from train.loop.loop import Training
 
 log = logging.getLogger("draftsmith")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingResult:
-    """How a run ended; seconds and labels are those of this process since it started."""
-
-    steps: int
-    best_score: float
-    best_step: int
-    seconds: float  # training_seconds + evaluation_seconds + checkpoint_seconds
-    training_seconds: float  # training steps, logging included
-    evaluation_seconds: float  # decoding held-out prompts
-    checkpoint_seconds: float  # writing checkpoints and the best draft, and reading the checkpoint resumed from
-    input_seconds: float  # part of training_seconds: waiting for batches, and reading a cache of the target
-    labels: int
-    trained_parameters: int
 
 
 class Milestones:
@@ -72,23 +55,22 @@ class Milestones:
             self._stop(logged=logged)
         self._evaluate_and_save()
 
-    def result(self, labels: int) -> TrainingResult:
-        """Return how the run ended, with this process's labels."""
-        if self.progress.best_score is None or self.progress.best_step is None:
-            raise RuntimeError("the run ended without an evaluation")
+    def result(self, labels: int) -> dict[str, Any]:
+        """Return how the run ended; seconds and labels are those of this process since it started."""
+        assert self.progress.best_score is not None  # the last step was evaluated
         seconds = self.clock.seconds()
-        return TrainingResult(
-            steps=self.progress.step,
-            best_score=self.progress.best_score,
-            best_step=self.progress.best_step,
-            seconds=sum(seconds.values()),
-            training_seconds=sum(seconds[part] for part in STEP_PARTS),
-            evaluation_seconds=seconds["evaluation"],
-            checkpoint_seconds=seconds["checkpoint"],
-            input_seconds=seconds["data"],
-            labels=labels,
-            trained_parameters=self.training.trained_parameters,
-        )
+        return {
+            "steps": self.progress.step,
+            "best_score": self.progress.best_score,
+            "best_step": self.progress.best_step,
+            "seconds": sum(seconds.values()),
+            "training_seconds": sum(seconds[part] for part in STEP_PARTS),  # logging included
+            "evaluation_seconds": seconds["evaluation"],  # decoding held-out prompts
+            "checkpoint_seconds": seconds["checkpoint"],  # the best draft and the checkpoint resumed from included
+            "input_seconds": seconds["data"],  # part of training: waiting for batches, and reading a cache of the target
+            "labels": labels,
+            "trained_parameters": self.training.trained_parameters,
+        }
 
     def _is_due(self, every: int | None) -> bool:
         return self.progress.step == self.training.num_steps or (every is not None and self.progress.step % every == 0)

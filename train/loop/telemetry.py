@@ -265,5 +265,5 @@ def start_trackers(accelerator: Accelerator, output: Path, config: Mapping[str, 
 
 def flat_config(config: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
     """Return a config's settings by dotted key (mlflow drops long values), lists and nulls as JSON, secrets masked."""
-    flat = dotted(mask_secrets(dict(config)), takes_all=True)
+    flat = dotted(mask_secrets(dict(config)))
     return {key: value if isinstance(value, bool | int | float | str) else json.dumps(value) for key, value in flat}

@@ -63,7 +63,7 @@ class RunConfig(Settings):
     @field_validator("data", "cache", "train", "eval", mode="before")
     @classmethod
     def _sections_become_dotted_keys(cls, value: Any) -> Any:
-        return dict(dotted(value, takes_all=True)) if isinstance(value, dict) else value
+        return dict(dotted(value)) if isinstance(value, dict) else value
 
     @property
     def unpacked(self) -> str | None:

@@ -65,8 +65,8 @@ def told(run, stage):
     config = stages.stage_config(run, stage)
     recipe = {"train": run.recipe, "gate": run.gate}.get(stage)
     usual = load_config(training_schema(recipe) if stage == "train" else type(config), recipe)
-    before = dict(dotted(usual.model_dump(mode="json"), takes_all=True))
-    now = dict(dotted(config.model_dump(mode="json"), takes_all=True))
+    before = dict(dotted(usual.model_dump(mode="json")))
+    now = dict(dotted(config.model_dump(mode="json")))
     return {key: value for key, value in now.items() if key not in before or before[key] != value}
 
 
