@@ -115,11 +115,9 @@ class Domino(StepwiseBlock):
 
     def depth(self, batch: Batch, anchors: Anchors, number: int, states_BAD: Tensor) -> Depth:
         depth = super().depth(batch, anchors, number, states_BAD)
-        joined_NX = depth.hidden_ND
-        depth = replace(depth, hidden_ND=joined_NX[:, : self.fc.out_features])
         if number == 0:
-            return depth
-        return self.corrected(depth, joined_NX, self.embed_proj.parameters(), base_weight=self.settings.base_weight)
+            return replace(depth, hidden_ND=depth.hidden_ND[:, : self.fc.out_features])
+        return self.corrected(depth, depth.hidden_ND, self.embed_proj.parameters(), base_weight=self.settings.base_weight)
 
     def step(self, base_BW: Tensor, state_BD: Tensor, before_B: Tensor, carried: Tensor | None) -> DraftStep:
         _, read_1BR = self.prefix_gru(self.embed(before_B).unsqueeze(1), carried)
@@ -261,9 +259,8 @@ class XPress(CorrectedBlock):
 
     def depth(self, batch: Batch, anchors: Anchors, number: int, states_BAD: Tensor) -> Depth:
         depth = super().depth(batch, anchors, number, states_BAD)
-        joined_NX, readout = depth.hidden_ND, self.refiner_head.readout.weight
-        depth = replace(depth, hidden_ND=joined_NX[:, : self.fc.out_features])
-        return self.corrected(depth, joined_NX, [readout], base_weight=self.settings.base_weight)
+        readout = self.refiner_head.readout.weight
+        return self.corrected(depth, depth.hidden_ND, [readout], base_weight=self.settings.base_weight)
 
 
 class Refiner(nn.Module):

@@ -134,15 +134,16 @@ class CorrectedBlock(DFlash):
     def logits(self, joined: Tensor) -> Tensor:
         return self.correct(self.lm_head.logits(joined[..., : self.fc.out_features]), joined)
 
-    def corrected(self, depth: Depth, hidden_ND: Tensor, parameters: Iterable[Tensor], *, base_weight: float = 0.0) -> Depth:
-        """Return a depth of the output head's logits with those that `logits` makes of `hidden_ND` and these parameters.
+    def corrected(self, depth: Depth, joined_NX: Tensor, parameters: Iterable[Tensor], *, base_weight: float = 0.0) -> Depth:
+        """Return a depth of the output head's logits with those that `logits` makes of `joined_NX` and these parameters.
 
         `base_weight`: in training, of the loss of the output head's logits, which is added to that of the corrected ones.
         """
-        base = Auxiliary(hidden_ND=depth.hidden_ND, logits_of=depth.logits_of, parameters=depth.parameters, weight=base_weight)
+        state_ND = joined_NX[:, : self.fc.out_features]
+        base = Auxiliary(hidden_ND=state_ND, logits_of=depth.logits_of, parameters=depth.parameters, weight=base_weight)
         return replace(
             depth,
-            hidden_ND=hidden_ND,
+            hidden_ND=joined_NX,
             logits_of=self.logits,
             parameters=(*depth.parameters, *parameters),
             auxiliaries=(base,) if self.training and base_weight > 0 else (),

@@ -330,16 +330,9 @@ def batch_of(documents, labels):
     )
 
 
-@pytest.fixture
-def batch():
-    """The row above, a row with no anchor, and a row that is one answer but for its first token."""
-    nothing = [0] * 17 + [1]
-    whole = [0] + [1] * 17
-    return batch_of([DOCUMENTS, [0] * 18, [0] * 18], [LABELS, nothing, whole])
-
-
-def test_all_anchors_are_the_places_that_a_block_would_be_drafted_from(batch):
-    anchors = choose_anchors(batch, None)
+def test_all_anchors_are_the_places_that_a_block_would_be_drafted_from():
+    nothing, whole = [0] * 17 + [1], [0] + [1] * 17
+    anchors = choose_anchors(batch_of([DOCUMENTS, [0] * 18, [0] * 18], [LABELS, nothing, whole]), None)
     places = [row[valid].tolist() for row, valid in zip(anchors.places_BA, anchors.valid_BA, strict=True)]
     assert places == [ANCHORS, [], list(range(1, 17))]
     assert anchors.weights_BA.tolist() == anchors.valid_BA.float().tolist()
