@@ -9,7 +9,7 @@ nothing is guessed.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +31,14 @@ from scripts.push.files import NAMELESS, Cleaned
 TEMPLATE = Path(__file__).with_name("templates") / "model_card.md.j2"
 
 
-def make_card(
-    repo_id: str, cleaned: Cleaned, config: PushConfig, origins: Mapping[str, ModelCardData], exports: Mapping[str, str]
-) -> str:
-    """Return `README.md`; `origins` are cards of the models it was made from, the target's first, `exports` serve lines."""
+def make_card(repo_id: str, cleaned: Cleaned, config: PushConfig, origin: ModelCardData, exports: Mapping[str, str]) -> str:
+    """Return `README.md`; `origin` is the metadata of the target's own card, `exports` are serve lines."""
     metadata, report, hardware = cleaned.metadata, cleaned.report, cleaned.report.hardware
     gpus = ", ".join(str(gpu.get("name")) for gpu in hardware.get("gpus") or ())
     serve = list(_serve(repo_id, metadata, exports))
     known: dict[str, Any] = {**vars(cleaned), "escape": escape, "code": code, "code_block": code_block, "short": short}
     card = ModelCard.from_template(
-        _card_data(repo_id, cleaned, config, origins),
+        _card_data(repo_id, cleaned, config, origin),
         template_path=str(TEMPLATE),
         **known,
         name=repo_id.split("/")[-1],
@@ -50,8 +48,7 @@ def make_card(
         nameless=NAMELESS if any(NAMELESS in lines for *_, lines in serve) else None,
         training=yaml.safe_dump(metadata["training"], sort_keys=False, allow_unicode=True).rstrip(),
         stated_licence=config.license,
-        agreed_licence=agreed_licence(origins.values()),
-        origins=origins,
+        origin=origin,
         machine=gpus or f"{hardware.get('cpu')}, {hardware.get('cores')} cores",
         self_seeded=report.prompts.categories.get(SELF_SEEDED),
     )
@@ -79,13 +76,6 @@ def read_card(name: str, revision: str | None, *, online: bool) -> ModelCardData
     return data
 
 
-def agreed_licence(cards: Iterable[ModelCardData]) -> ModelCardData | None:
-    """Return the first card if all name the same licence; None where one names none, or they differ."""
-    first, *others = cards
-    known = (first.license, first.license_name)
-    return first if first.license and all((each.license, each.license_name) == known for each in others) else None
-
-
 def _serve(repo_id: str, metadata: Mapping[str, Any], exports: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
     """Yield a program, what to do before, and the command or code by which it serves the draft."""
     name, target = repo_id.split("/")[-1], str(metadata["target"]["name"])
@@ -101,24 +91,23 @@ def _serve(repo_id: str, metadata: Mapping[str, Any], exports: Mapping[str, str]
     yield "draftsmith", "measures it against plain decoding on your prompts.", line
 
 
-def _card_data(repo_id: str, cleaned: Cleaned, config: PushConfig, origins: Mapping[str, ModelCardData]) -> ModelCardData:
+def _card_data(repo_id: str, cleaned: Cleaned, config: PushConfig, origin: ModelCardData) -> ModelCardData:
     """Return the metadata on top of the card."""
     kind = cleaned.metadata["kind"]
-    target, *others = origins
-    base_models = [name for name in (config.base_model or target, *others) if HUB_ID.fullmatch(name)]
-    licence = ModelCardData(license=config.license) if config.license else agreed_licence(origins.values()) or ModelCardData()
+    target = config.base_model or cleaned.target
+    licence = ModelCardData(license=config.license) if config.license else origin
     data = ModelCardData(
-        base_model=base_models[0] if len(base_models) == 1 else base_models or None,
+        base_model=target if HUB_ID.fullmatch(target) else None,
         library_name="transformers" if kind == "draft_lm" else None,
         license=licence.license or "other",
         license_name=licence.license_name,
         license_link=licence.license_link,
-        language=origins[target].language,
+        language=origin.language,
         pipeline_tag="text-generation",
         tags=["draftsmith", "speculative-decoding", "draft-model", one_line(kind)],
         model_name=repo_id.split("/")[-1],
     )
-    if base_models:
+    if data.base_model:
         # Of the Hub's four relations, a head that reads its target's states is an adapter, a model of its own a finetune.
         data["base_model_relation"] = "finetune" if kind == "draft_lm" else "adapter"
     return data

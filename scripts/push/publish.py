@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from httpx2 import HTTPError
-from huggingface_hub import HfApi, ModelInfo, get_token
+from huggingface_hub import HfApi, ModelCardData, ModelInfo, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, LocalTokenNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
@@ -30,9 +30,9 @@ from eval.release import as_table
 from heads.formats.exporting.exporter import SERVE_FILE, export
 from heads.formats.exporting.source import TargetFolder, read_source
 from heads.frozen.identity import fetch, locate
-from scripts.push.card import agreed_licence, make_card, read_card
+from scripts.push.card import make_card, read_card
 from scripts.push.checks import Release, read_release
-from scripts.push.files import MANIFEST, NAMELESS, complete, public_name, put_artifact, put_model
+from scripts.push.files import MANIFEST, NAMELESS, complete, put_artifact, put_model
 
 REFUSED = {"fail": GATE_FAILED, "inconclusive": INCONCLUSIVE}
 OF_THE_HUB = {".gitattributes"}  # in every new repository
@@ -78,12 +78,12 @@ def _fill(folder: Path, release: Release, config: PushConfig, repo_id: str, targ
     if token := get_token():
         hide(token)
     cleaned, left_out = put_artifact(folder, release, config)
-    origins = {cleaned.target: read_card(name, revision, online=online)}
+    origin = read_card(name, revision, online=online)
     student = release.metadata.training.get("student")
     if isinstance(student, Mapping) and student.get("init") == "model":  # a draft LM that began as another model
-        origins[public_name(str(student["path"]))] = read_card(str(student["path"]), None, online=online)
-    if config.license is None and agreed_licence(origins.values()) is None:
-        say(one_line(f"license: other, as the cards of {', '.join(origins)} do not name one; --set license=... states it"))
+        origin = ModelCardData(language=origin.language)  # the licence of that one binds it too
+    if config.license is None and origin.license is None:
+        say(one_line(f"license: other, as no card of {cleaned.target} names the draft's; --set license=... states it"))
     serve = {}
     if config.exports:
         served = config.base_model or (cleaned.target if HUB_ID.fullmatch(cleaned.target) else NAMELESS)
@@ -100,7 +100,7 @@ def _fill(folder: Path, release: Release, config: PushConfig, repo_id: str, targ
             (folder / engine).mkdir()
             left_out += [f"{engine}/{each}" for each in put_model(folder / engine, exported)]
             serve[str(engine)] = (folder / engine / SERVE_FILE).read_text(encoding="utf-8")
-    complete(folder, release, cleaned, make_card(repo_id, cleaned, config, origins, serve))
+    complete(folder, release, cleaned, make_card(repo_id, cleaned, config, origin, serve))
     return left_out
 
 

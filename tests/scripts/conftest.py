@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from configs.runtime.command import run_command
+from configs.runtime.files import write_json
 from configs.schema.commands.release import PushConfig
 from configs.schema.data import DataConfig
 from configs.schema.evaluation import GateConfig
@@ -76,7 +77,7 @@ def change(path, alter):
     """Rewrite a JSON file."""
     value = json.loads(path.read_text())
     alter(value)
-    path.write_text(json.dumps(value, indent=2) + "\n")
+    write_json(path, value)  # as everything of ours is
 
 
 def judge(folder, **settings):
