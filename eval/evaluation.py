@@ -25,9 +25,10 @@ from configs.runtime.resumable import fingerprint
 from configs.runtime.run_record import describe_git, describe_hardware, describe_versions, write_run_record
 from configs.runtime.terminal import say
 from configs.schema.evaluation import EvalConfig
+from eval.acceptance import Tally
 from eval.decoder.decode import check_decodable
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP
-from eval.lossless.verdict import judge_lossless
+from eval.lossless import judge_lossless
 from eval.measure.interleaved import measure_share
 from eval.measure.proposers import (
     EvaluatedDraft,
@@ -39,13 +40,12 @@ from eval.measure.proposers import (
 )
 from eval.measure.record_files import drop_batches
 from eval.measure.suite import Suite, Turns, fit_suite, load_suites, trained_on
-from eval.metrics.acceptance import Tally
-from eval.metrics.speed import find_meter, summarise_energy
 from eval.quality import check_references, judge_quality
 from eval.report.build import build_report
 from eval.report.page import render_html
 from eval.report.schema import Report, SpeedSection, write_report
 from eval.report.tables import render_markdown
+from eval.speed import find_meter, summarise_energy
 from eval.timing import predict_speed, sweep_rounds
 from heads.frozen.loading import Target, load_target
 from heads.frozen.processes import join_processes

@@ -18,10 +18,10 @@ import torch
 from configs.runtime.errors import InputError
 from configs.schema.evaluation import QualityConfig
 from distill.generation.prompts import Prompt
+from eval.acceptance import Tally
 from eval.decoder.records import AUTOREGRESSIVE, ENDED, FAILED, SPECULATIVE, Generation
-from eval.lossless.teacher_forcing import answer_logits, pair_answers
-from eval.metrics.acceptance import Tally
 from eval.stats import LEVEL, Floats, fields_of, statistic_interval
+from eval.teacher_forcing import answer_logits, pair_answers
 from heads.frozen.loading import Target
 
 Pair = tuple[Generation, Generation]  # plain, speculative

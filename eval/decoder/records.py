@@ -1,6 +1,7 @@
 """What is decoded and what came of it: requests, their rows in a batch, rounds, generations, timings and the clock of these.
 
-The decoder makes the records, `eval.metrics` and `eval.report.build` read them, and `records.jsonl` keeps them on disk.
+The decoder makes the records, `eval.acceptance`, `eval.speed` and `eval.report.build` read them, and `records.jsonl` keeps them
+on disk.
 """
 
 from __future__ import annotations

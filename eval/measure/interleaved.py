@@ -22,12 +22,12 @@ from accelerate.utils import broadcast_object_list
 from configs.runtime.errors import RunFailed
 from configs.runtime.terminal import progress
 from configs.schema.evaluation import EvalConfig
+from eval.acceptance import Tally
 from eval.decoder.decode import Request, decode
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP, Generation, Timing
 from eval.measure.record_files import BatchFiles, Records
 from eval.measure.suite import Turns, undecoded
-from eval.metrics.acceptance import Tally
-from eval.metrics.speed import Meter
+from eval.speed import Meter
 from heads.frozen.loading import Target
 from heads.frozen.processes import share_of
 from heads.proposers.protocol import LearningProposer, Proposer

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from eval.acceptance import SAMPLES_A_SIDE, Tally
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP
 from eval.measure.suite import Suite
-from eval.metrics.acceptance import SAMPLES_A_SIDE, Tally
-from eval.metrics.speed import compare_speed, summarise_advantage, summarise_speed, timings_within
 from eval.report.samples import Decode, pick_samples
 from eval.report.schema import SCHEMA_VERSION, Report, parse_report
+from eval.speed import compare_speed, summarise_advantage, summarise_speed, timings_within
 from eval.stats import detectable_percent
 
 

@@ -109,7 +109,7 @@ class PromptsSection(ClosedSection):
 
 
 class DivergenceSection(ClosedSection):
-    """A place where the speculative answer left the plain one; see `eval.lossless.teacher_forcing.Divergence`."""
+    """A place where the speculative answer left the plain one; see `eval.teacher_forcing.Divergence`."""
 
     prompt_id: str
     turn: Count = 0
@@ -121,7 +121,7 @@ class DivergenceSection(ClosedSection):
 
 
 class LosslessSection(OpenSection):
-    """Whether speculative decoding changed the answers; see `eval.lossless.verdict`."""
+    """Whether speculative decoding changed the answers; see `eval.lossless`."""
 
     verdict: LosslessVerdict
     """Whether speculation changed the output. A copy of the target in a wider dtype reads every greedy answer once more: no

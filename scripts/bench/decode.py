@@ -27,10 +27,10 @@ from configs.schema.target import TargetConfig
 from distill.dataset.conversations import read_conversations
 from eval.decoder.decode import Request, check_decodable, decode
 from eval.decoder.records import AUTOREGRESSIVE, Generation, Timing
-from eval.lossless.teacher_forcing import check_tokens
-from eval.lossless.verdict import NOT_LOSSLESS, judge_lossless
-from eval.metrics.speed import compare_speed
+from eval.lossless import NOT_LOSSLESS, judge_lossless
+from eval.speed import compare_speed
 from eval.stats import Interval, paired_ratio_interval, ratio_interval
+from eval.teacher_forcing import check_tokens
 from heads.artifact import load_draft
 from heads.frozen.loading import Target, load_target, move
 from heads.inference.lean_forward import make_lean

@@ -32,8 +32,8 @@ from configs.schema.target import TargetConfig
 from configs.schema.training import HeadsConfig
 from eval.decoder.decode import Request, check_decodable, decode
 from eval.decoder.records import Generation
-from eval.lossless.teacher_forcing import check_tokens
 from eval.stats import ratio_interval
+from eval.teacher_forcing import check_tokens
 from heads.artifact import load_draft
 from heads.formats.exporting.exporter import SERVE_FILE, export
 from heads.formats.exporting.source import TargetFolder, read_source

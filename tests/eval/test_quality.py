@@ -10,9 +10,9 @@ import torch
 from configs.runtime.errors import InputError
 from configs.schema.evaluation import QualityConfig, SuiteConfig
 from distill.generation.prompts import Prompt
+from eval.acceptance import Tally
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Generation
 from eval.evaluation import evaluate
-from eval.metrics.acceptance import Tally
 from eval.quality import check_references, compare_perplexity, final_number, judge_quality, unseen_change
 from eval.report.schema import QualitySection
 from tests.support.evaluations import report_in, tiny_evaluation, write_suite

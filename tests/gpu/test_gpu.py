@@ -10,7 +10,7 @@ from configs.schema.target import TargetConfig
 from configs.schema.training import LossConfig
 from distill.loss.objectives import HeadObjective
 from eval.decoder.decode import Request, decode
-from eval.lossless.teacher_forcing import check_tokens
+from eval.teacher_forcing import check_tokens
 from heads.artifact import load_draft
 from heads.device import default_device, has_graphs
 from heads.families.registry import FAMILIES, serve

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from eval.metrics.acceptance import Tally
+from eval.acceptance import Tally
 from eval.report.build import build_report
 from eval.report.schema import Report, parse_report
 

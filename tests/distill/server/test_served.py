@@ -2,7 +2,7 @@
 compute in float32.
 
 Slow: `make serve-check` installs the engine into an environment of its own and runs this. Where answers differ, the project's
-own comparison (`eval.lossless.verdict`) says whether the tokens were equally good as far as float32 can tell.
+own comparison (`eval.lossless`) says whether the tokens were equally good as far as float32 can tell.
 """
 
 import json
@@ -21,7 +21,7 @@ from distill.generation.server_answers import ServerAnswerJob
 from distill.server.connection import Connection
 from distill.server.states import SERVED_AS, StateServer
 from eval.decoder.records import Generation
-from eval.lossless.teacher_forcing import check_tokens
+from eval.teacher_forcing import check_tokens
 from heads.frozen.hidden_states import read_states
 from heads.frozen.loading import load_target
 from heads.inference.model_checks import relative_error

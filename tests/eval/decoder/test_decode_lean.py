@@ -8,7 +8,7 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import LosslessConfig
 from configs.schema.target import TargetConfig
 from eval.decoder.decode import decode, generate
-from eval.lossless.verdict import judge_lossless
+from eval.lossless import judge_lossless
 from heads.artifact import load_draft, save_draft_lm
 from heads.frozen.loading import load_target
 from heads.inference.runner import runner_of

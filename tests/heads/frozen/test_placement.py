@@ -9,7 +9,7 @@ from configs.runtime.errors import ConfigError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.target import TargetConfig
 from eval.decoder.decode import generate
-from eval.lossless.teacher_forcing import widened
+from eval.teacher_forcing import widened
 from heads.families.mtp import copy_block
 from heads.frozen import processes
 from heads.frozen.hidden_states import blocks, read_states

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from eval.acceptance import Acceptance, Tally
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
-from eval.metrics.acceptance import Acceptance, Tally
 from eval.report.samples import pick_samples
 from eval.stats import ratio_interval
 

@@ -11,10 +11,10 @@ import torch
 
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import LosslessConfig
+from eval import teacher_forcing
 from eval.decoder.decode import Request, decode
-from eval.lossless import teacher_forcing
-from eval.lossless.teacher_forcing import check_tokens
-from eval.lossless.verdict import judge_lossless
+from eval.lossless import judge_lossless
+from eval.teacher_forcing import check_tokens
 from heads.inference.causal_lm import head_logits
 from heads.inference.kv_cache import RowLayer
 from tests.support.decoding import PROMPTS, loaded_draft, requests_for

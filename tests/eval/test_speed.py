@@ -14,8 +14,8 @@ from configs.schema.evaluation import EvalConfig
 from eval.decoder.decode import Request
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
 from eval.measure.interleaved import Measurement
-from eval.metrics.speed import compare_speed, find_meter, summarise_advantage, summarise_energy, summarise_speed, timings_within
 from eval.report.schema import EnergySection
+from eval.speed import compare_speed, find_meter, summarise_advantage, summarise_energy, summarise_speed, timings_within
 from heads.proposers.draft_lm import DraftLM
 
 

@@ -13,13 +13,13 @@ import torch
 
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import GateConfig, LosslessConfig
+from eval import lossless as verdict
 from eval import release
 from eval.decoder import rules as verify
 from eval.decoder.decode import Request, decode
-from eval.lossless import verdict
-from eval.lossless.teacher_forcing import answer_logits, pair_answers
-from eval.lossless.verdict import MIN_EXPECTED, check_first_tokens, choose_start, find_cells, judge_lossless
+from eval.lossless import MIN_EXPECTED, check_first_tokens, choose_start, find_cells, judge_lossless
 from eval.report.text import headline
+from eval.teacher_forcing import answer_logits, pair_answers
 from heads.proposers.draft_lm import DraftLM
 from tests.support.family_configs import VOCAB_SIZE, tiny_model
 from tests.support.reports import changed

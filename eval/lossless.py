@@ -1,6 +1,6 @@
 """The losslessness verdict: whether speculation changed the output, and the check that this rests on.
 
-Of greedy answers every token must be the target's choice up to rounding (`eval.lossless.teacher_forcing`), and every end the
+Of greedy answers every token must be the target's choice up to rounding (`eval.teacher_forcing`), and every end the
 right one. They may still differ from plain decoding's: a forward over several rows rounds differently from one over a single
 row, so that a near tie falls the other way, and the text goes on from there.
 
@@ -26,8 +26,8 @@ from configs.schema.decoding import DecodeConfig, SamplingConfig
 from configs.schema.evaluation import LosslessConfig
 from eval.decoder.batch import BatchRun
 from eval.decoder.records import FAILED, UNDECODED, BatchRow, Generation, Request
-from eval.lossless.teacher_forcing import TokenCheck, answer_logits, check_tokens, pair_answers
 from eval.stats import detectable_variation, g_test
+from eval.teacher_forcing import TokenCheck, answer_logits, check_tokens, pair_answers
 from heads.frozen.loading import Target
 from heads.inference.causal_lm import head_logits, read_documents
 from heads.proposers.protocol import Proposer

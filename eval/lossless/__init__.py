@@ -1,1 +1,0 @@
-"""Whether speculation changed the output. Enter with `verdict.judge_lossless`, which returns the report's section."""
