@@ -27,7 +27,7 @@ from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import downloads_folder, fetch_wheel, new_folder, sha256_of, write_text
 from configs.runtime.resumable import fingerprint
 from configs.schema.target import IDENTITY, TargetConfig
-from heads.frozen.weights import INDEX_FILE, SINGLE_FILE, files_by_key, indexed_files
+from heads.frozen.weights import INDEX_FILE, SINGLE_FILE, files_by_key, indexed_files, recast
 
 REMEMBERED_BYTES = 2**27  # smaller files are hashed in a blink
 WEIGHT_PATTERNS = ("*.safetensors", "*.gguf")
@@ -103,16 +103,8 @@ def load_gguf(gguf: Path, dtype: torch.dtype, attention: str = "sdpa") -> PreTra
     source = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
     settings = source.config.to_dict()
     settings.pop("quantization_config", None)
-    load: Any = type(source).from_pretrained
-    model: PreTrainedModel = load(
-        None,
-        config=AutoConfig.for_model(**settings),
-        state_dict=source.state_dict(),
-        generation_config=source.generation_config,
-        dtype=dtype,
-        attn_implementation=attention,
-    )
-    return model
+    source.config = AutoConfig.for_model(**settings)
+    return recast(source, dtype, attention)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -203,25 +203,6 @@ def move(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     return model
 
 
-def recast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Return a model of the same weights as `from_pretrained(dtype=...)` gives it, on the CPU.
-
-    `Module.to(dtype)` would also round what transformers keeps in float32 beside 16-bit weights: the frequencies of rotary
-    embeddings, routing biases of experts. Tensors that already have the dtype may be shared with `model`.
-    """
-    load: Any = type(model).from_pretrained
-    with patch_environment(ACCELERATE_USE_FSDP="false"):  # as in `_read`
-        recast: PreTrainedModel = load(
-            None,
-            config=model.config,
-            state_dict=model.state_dict(),
-            generation_config=model.generation_config,
-            dtype=dtype,
-            attn_implementation=model.config._attn_implementation,
-        )
-    return recast
-
-
 def _read(
     path: Path, config: TargetConfig, device: torch.device, *, for_chats: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import patch_environment
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -232,6 +233,25 @@ def _whole(model: PreTrainedModel, report: dict[str, Any], folder: Path) -> PreT
     if missing:
         raise InputError(f"{folder} cannot be read: it holds no values for {listed(missing)} of {type(model).__name__}")
     return model
+
+
+def recast(model: PreTrainedModel, dtype: torch.dtype, attention: str | None = None) -> PreTrainedModel:
+    """Return a model of the same weights as `from_pretrained(dtype=...)` gives it, on the CPU.
+
+    `Module.to(dtype)` would also round what transformers keeps in float32 beside 16-bit weights: the frequencies of rotary
+    embeddings, routing biases of experts. Tensors that already have the dtype may be shared with `model`.
+    """
+    load: Any = type(model).from_pretrained
+    with patch_environment(ACCELERATE_USE_FSDP="false"):  # else transformers takes it for what is to be sharded
+        recast: PreTrainedModel = load(
+            None,
+            config=model.config,
+            state_dict=model.state_dict(),
+            generation_config=model.generation_config,
+            dtype=dtype,
+            attn_implementation=attention or model.config._attn_implementation,
+        )
+    return recast
 
 
 def _packed_matrices(weights: Weights, settings: dict[str, Any], folder: Path) -> Iterator[tuple[str, str, PackedMatrix]]:

@@ -25,7 +25,8 @@ from heads.artifact import save_draft_lm
 from heads.device import restored_random_state
 from heads.frozen.hidden_states import blocks
 from heads.frozen.identity import locate
-from heads.frozen.loading import Target, move, recast
+from heads.frozen.loading import Target, move
+from heads.frozen.weights import recast
 from heads.inference.model_checks import check_keeps_apart
 from heads.metadata import Metadata
 from heads.modules.interface import Batch

@@ -12,7 +12,7 @@ from configs.schema.heads import MtpSettings
 from configs.schema.training import LossConfig
 from distill.loss.objectives import HeadObjective
 from heads.families.registry import FAMILIES, serve
-from heads.frozen.loading import recast
+from heads.frozen.weights import recast
 from heads.metadata import WEIGHTS_FILE
 from heads.proposers.protocol import RoundInputs
 from heads.sampling.draws import CounterRNG

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, Gemma2Config
 from configs.runtime.errors import InputError
 from configs.schema.target import TargetConfig
 from heads.device import choose_device
-from heads.frozen.loading import load_target, recast
+from heads.frozen.loading import load_target
+from heads.frozen.weights import recast
 from tests.support import architectures
 
 NO_SYSTEM = (
