@@ -198,7 +198,7 @@ def _judge_metric(report: Report, metric: str, rule: GateRule, baseline: Report 
         change = PAIRED[rule.metric](report, baseline, rule.suite if metric != rule.metric else None)
         if change is None:
             raise InputError(f"rules: {metric} cannot be relative to the baseline report, which did not time the same batches")
-        found = Interval(change.ratio, *(change.ratio_ci or ()))
+        found = change.ratio
     return _held(metric, found, required, rule.min, rule.max, by_point=rule.bound == "point")
 
 

@@ -7,10 +7,11 @@ decoding in the same run, from the seconds of each batch: two runs at different 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from string import ascii_uppercase
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from configs.schema.target import IDENTITY
 from eval.report.schema import BatchSection, PromptsSection, Report, SuiteSection
 from eval.report.tables import Table, as_markdown_table, escape
 from eval.report.text import VERDICTS, interval, number, short, speedup, tau, warnings
-from eval.stats import Column, statistic_interval
+from eval.stats import Column, Floats, Interval, statistic_interval
 
 Aspect = Literal["target", "suite", "num_speculative_tokens", "decode", "machine"]
 MACHINE = ("cpu", "cores", "device", "threads", "processes")
@@ -87,15 +88,17 @@ def prompt_differences(ours: PromptsSection, theirs: PromptsSection) -> list[Dif
 # --- change -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Change:
+class Change(NamedTuple):
     """How one number changed; better or worse where the whole interval of the ratio lies above or below 1."""
 
     ours: float
     theirs: float
-    ratio: float
-    ratio_ci: list[float] | None
-    outcome: Literal["better", "worse", "inconclusive"]
+    ratio: Interval
+
+    @property
+    def outcome(self) -> Literal["better", "worse", "not significant"]:
+        low, high = self.ratio.bounds or (-math.inf, math.inf)
+        return "better" if low > 1 else "worse" if high < 1 else "not significant"
 
 
 def tau_change(report: Report, other: Report, suite: str | None = None) -> Change | None:
@@ -107,8 +110,8 @@ def tau_change(report: Report, other: Report, suite: str | None = None) -> Chang
     common = [prompt_id for prompt_id in ours if prompt_id in theirs]
     if not common:
         raise InputError("the reports cannot be compared: they have no answered prompt in common")
-    above, below = ([[counts[prompt_id][column] for prompt_id in common] for counts in (ours, theirs)] for column in (0, 1))
-    return _change([above[:1], above[1:]], [below[:1], below[1:]])
+    columns = [[counts[prompt_id][column] for prompt_id in common] for counts in (ours, theirs) for column in (0, 1)]
+    return _change(lambda sums: sums[0] / sums[1], columns)
 
 
 def speed_change(report: Report, other: Report, suite: str | None = None) -> Change | None:
@@ -116,38 +119,23 @@ def speed_change(report: Report, other: Report, suite: str | None = None) -> Cha
     ours, theirs = map(_batches, _sections(report, other, suite))
     if not ours or ours.keys() != theirs.keys():
         return None
-    above, below = [], []
-    for batches in (ours, theirs):
-        plain_seconds, plain_tokens = zip(*(batches[key].autoregressive for key in ours), strict=True)
-        seconds, tokens = zip(*(batches[key].speculative for key in ours), strict=True)
-        above.append([plain_seconds, tokens])
-        below.append([plain_tokens, seconds])
-    return _change(above, below)
+    rows = [
+        [number for each in (ours[key], theirs[key]) for number in (*each.autoregressive, *each.speculative)] for key in ours
+    ]
+    return _change(lambda sums: (sums[0] / sums[1]) / (sums[2] / sums[3]), list(zip(*rows, strict=True)))
 
 
-def _change(above: Sequence[Sequence[Column]], below: Sequence[Sequence[Column]]) -> Change | None:
-    """Return how a product of the sums `above` over that of those `below` changed, each for ours and theirs.
+def _change(number: Callable[[Floats], Floats], columns: Sequence[Column]) -> Change | None:
+    """Return how a number of the sums of some columns changed, `columns` being ours and as many of theirs.
 
-    What makes a prompt hard or easy for both sides cancels. Clusters come in the same order on both. `None` where one has
-    nothing to divide by.
+    What makes a prompt hard or easy for both sides cancels. `None` where one has nothing to divide by.
     """
-    columns, size = [*above[0], *below[0], *above[1], *below[1]], len(above[0])
-
-    def number(sums: Any) -> Any:
-        return sums[:size].prod(axis=0) / sums[size:].prod(axis=0)
-
-    found = statistic_interval(lambda sums: number(sums[: 2 * size]) / number(sums[2 * size :]), *columns, is_ratio=True)
-    if found.point is None:
+    size = len(columns) // 2
+    ratio = statistic_interval(lambda sums: number(sums[:size]) / number(sums[size:]), *columns, is_ratio=True)
+    if ratio.point is None:
         return None
-    table = np.array(columns, dtype=np.float64)
-    low, high = found.bounds or (-np.inf, np.inf)
-    return Change(
-        ours=float(number(table[: 2 * size].sum(axis=1))),
-        theirs=float(number(table[2 * size :].sum(axis=1))),
-        ratio=found.point,
-        ratio_ci=found.bounds,
-        outcome="better" if low > 1 else "worse" if high < 1 else "inconclusive",
-    )
+    sums = np.array(columns, dtype=np.float64).sum(axis=1)
+    return Change(float(number(sums[:size])), float(number(sums[size:])), ratio)
 
 
 def _sections(report: Report, other: Report, suite: str | None) -> list[SuiteSection]:
@@ -222,10 +210,8 @@ def describe_change(change: Change | None) -> str:
     """Return `×1.04 [1.02, 1.06] better`, or `not significant` in its place."""
     if change is None:
         return "–"
-    if change.ratio_ci is None:
-        return f"×{change.ratio:.2f}"
-    words = "not significant" if change.outcome == "inconclusive" else change.outcome
-    return f"×{change.ratio:.2f} {interval(change.ratio_ci)} {words}"
+    bounds = change.ratio.bounds
+    return f"×{change.ratio.point:.2f}" + (f" {interval(bounds)} {change.outcome}" if bounds else "")
 
 
 def overview(entries: Sequence[ComparedReport]) -> Table:

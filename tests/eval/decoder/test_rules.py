@@ -15,14 +15,12 @@ from eval.decoder.rules import (
     CANDIDATE_RULES,
     CandidateChoice,
     children_of,
-    k_seq,
     k_seq_rho,
     match_tree,
     verify_block,
     verify_greedy,
     verify_tokens,
     verify_tree,
-    with_replacement,
     without_replacement,
 )
 from heads.proposers.builders import ChainBuilder
@@ -34,7 +32,6 @@ from tests.support.enumeration import (
     distinct,
     enumerate_rule,
     enumerate_tree,
-    independent,
     random_toy,
     rows_of,
 )
@@ -151,21 +148,6 @@ def test_one_draft_stays_at_one_minus_total_variation_and_a_block_commits_no_few
     gains = [by_block - by_token for by_token, by_block in rates]
     assert min(gains) >= -1e-12
     assert max(gains) > 1e-3
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_k_seq_keeps_its_bound_and_no_independent_rule_beats_the_optimal_coupling(count):
-    # b(k) = sum min(p, k q)/k and concavity give the bound; a token nobody drew cannot be accepted, which gives the other.
-    toy = random_toy(0, vocab_size=4, num_drafts=1)
-    by_k_seq, recursively = (
-        enumerate_tree(partial(verify_tree, rule=rule), toy, [-1] + [0] * count, independent).tokens_per_round - 1
-        for rule in (k_seq, with_replacement)
-    )
-    pairs = list(zip(toy.p[()], toy.q[()], strict=True))
-    bound = (1 - (1 - 1 / count) ** count) * sum(min(p, count * q) for p, q in pairs)
-    optimum = sum(min(p, 1 - (1 - q) ** count) for p, q in pairs)
-    assert bound - 1e-6 <= by_k_seq <= optimum + 1e-12
-    assert recursively <= optimum + 1e-12
 
 
 def test_the_discount_of_k_seq_is_the_root_of_its_equation():
