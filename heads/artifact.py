@@ -183,7 +183,7 @@ def _load_draft_lm(folder: Path, metadata: Metadata, target: PreTrainedModel, de
             words = f"its model has {rows} tokens, while {METADATA_FILE} says {metadata.draft_vocab_size}"
             raise InputError(f"{folder} is damaged: {words}")
         return DraftLM(model, min(metadata.draft_vocab_size, target_vocab_size), home=home)
-    vocabulary = _load_vocabulary(folder, metadata, target_vocab_size)
+    vocabulary = load_vocabulary(folder, metadata, target_vocab_size)
     keep_head_rows(model, vocabulary)
     return DraftLM(model, target_vocab_size, vocabulary, home)
 
@@ -205,7 +205,7 @@ def _load_head(folder: Path, metadata: Metadata, target: PreTrainedModel) -> tup
     check_rolls_back(target)
     vocabulary = None
     if metadata.draft_vocabulary == "reduced":
-        vocabulary = _load_vocabulary(folder, metadata, target.config.get_text_config().vocab_size)
+        vocabulary = load_vocabulary(folder, metadata, target.config.get_text_config().vocab_size)
     head = family.build(settings, target, vocabulary)
     try:
         head.load_state_dict(tensors)
@@ -216,7 +216,8 @@ def _load_head(folder: Path, metadata: Metadata, target: PreTrainedModel) -> tup
     return served, family.propose(served, target.device)
 
 
-def _load_vocabulary(folder: Path, metadata: Metadata, target_vocab_size: int) -> DraftVocabulary:
+def load_vocabulary(folder: Path, metadata: Metadata, target_vocab_size: int) -> DraftVocabulary:
+    """Return the draft vocabulary of an artifact that has a reduced one."""
     vocabulary = read_draft_vocabulary(folder / VOCABULARY_FILE)
     if len(vocabulary) != metadata.draft_vocab_size:
         words = f"holds {len(vocabulary)} tokens, while {METADATA_FILE} says {metadata.draft_vocab_size}"

@@ -102,7 +102,6 @@ class Eagle3(EagleBody, ChainHead):
         super().__init__(settings, target, vocabulary)
         self.settings = settings.model_copy(update={"taps": list(self.taps)})
         self.window = settings.window
-        self.unrolls_layers = settings.num_depths > 1
 
     def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
         """Unroll the head over `num_depths` depths from every origin at once.

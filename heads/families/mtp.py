@@ -57,7 +57,6 @@ class Mtp(ChainHead):
         last = num_blocks(target)
         self.taps: tuple[int, ...] = (last,) if settings.reads == "pre_norm" else ()
         self.num_caches = 1 if settings.shared_depths else settings.num_depths
-        self.unrolls_layers = settings.shared_depths
         kinds = getattr(target.config.get_text_config(), "layer_types", None) or ()
         known = [number for number, kind in enumerate(kinds) if kind in KNOWN_LAYER_TYPES]  # else the target is refused
         number = (known[-1] if known else last - 1) if settings.init_block is None else settings.init_block

@@ -124,7 +124,6 @@ class HeadModule(nn.Module):
     lm_head: DraftHead
     taps: Sequence[int] = ()  # the target's hidden states that it reads besides the final one
     num_caches = 0  # layers whose keys and values are kept while drafting
-    unrolls_layers = False  # whether a forward in training runs a layer several times
 
     def __init__(self, target: PreTrainedModel) -> None:
         super().__init__()

@@ -41,18 +41,24 @@ def test_the_output_of_a_training_is_a_run_to_look_in_on(tmp_path, greedy_target
 # --- the file of metrics ------------------------------------------------------------------------------------------
 
 
-def test_a_run_writes_a_line_a_log_entry_and_a_resumed_one_goes_on_without_doubles(tmp_path, greedy_target, greedy_rows):
-    config = distill_config(tmp_path, **PLAIN | {"log_every_steps": 1, "checkpoint_every_steps": 2})
+def test_a_run_writes_a_line_a_log_entry_and_evaluation_and_a_resumed_one_none_twice(
+    tmp_path, greedy_target, greedy_rows, monkeypatch
+):
+    taus = iter((1.1, 1.2, 1.3, 1.4))
+    monkeypatch.setattr(DraftTask, "evaluate", lambda *_: {"tokens_per_target_step": next(taus)})
+    config = distill_config(tmp_path, max_steps=6, log_every_steps=1, eval_every_steps=2, checkpoint_every_steps=3)
     with pytest.raises(KeyboardInterrupt):
         distil(config, greedy_target, greedy_rows, stop_after=5)
-    before = read_metrics(tmp_path / METRICS_FILE)
-    distil(config, greedy_target, greedy_rows)
-    after = read_metrics(tmp_path / METRICS_FILE)
+    before, evaluated = read_metrics(tmp_path / METRICS_FILE), read_evaluations(tmp_path / METRICS_FILE)
+    distil(config, greedy_target, greedy_rows)  # from step 3 on: step 4 is taken and evaluated anew
+    after, again = read_metrics(tmp_path / METRICS_FILE), read_evaluations(tmp_path / METRICS_FILE)
     assert [row["step"] for row in before] == [1, 2, 3, 4, 5]
     assert [row["step"] for row in after] == [1, 2, 3, 4, 5, 6]
-    assert after[:4] == before[:4]
-    assert after[4]["seconds"] > after[3]["seconds"]
-    assert after[4]["loss"] == before[4]["loss"]  # the step was taken a second time
+    assert [(row["step"], row["tokens_per_target_step"]) for row in evaluated] == [(2, 1.1), (4, 1.2)]
+    assert [(row["step"], row["tokens_per_target_step"]) for row in again] == [(2, 1.1), (4, 1.3), (6, 1.4)]
+    assert (after[:3], again[0]) == (before[:3], evaluated[0])
+    assert after[4]["seconds"] > after[3]["seconds"] > after[2]["seconds"]
+    assert [row["loss"] for row in after[3:5]] == [row["loss"] for row in before[3:]]
     for row in after:
         assert sum(row[f"{SHARE}{part}"] for part in STEP_PARTS) == pytest.approx(1, abs=1e-5)
         assert min(row[f"{SHARE}{part}"] for part in ("data", "target", "loss", "backward", "optimizer")) > 0
@@ -68,21 +74,6 @@ def test_a_line_that_a_killed_process_left_half_written_is_dropped(tmp_path, who
     MetricsFile(tmp_path, done_steps=5, evaluated_steps=5).add(2, 1.0, {"loss": 2.0})
     seconds = 3.0 if whole else 1.0
     assert read_metrics(tmp_path / METRICS_FILE) == [*whole, {"step": 2, "seconds": seconds, "loss": 2.0}]
-
-
-def test_every_evaluation_is_a_line_and_a_resumed_run_writes_none_twice(tmp_path, greedy_target, greedy_rows, monkeypatch):
-    taus = iter((1.1, 1.2, 1.3, 1.4))
-    monkeypatch.setattr(DraftTask, "evaluate", lambda *_: {"tokens_per_target_step": next(taus)})
-    config = distill_config(tmp_path, max_steps=6, eval_every_steps=2, checkpoint_every_steps=3)
-    with pytest.raises(KeyboardInterrupt):
-        distil(config, greedy_target, greedy_rows, stop_after=5)
-    before = read_evaluations(tmp_path / METRICS_FILE)
-    assert [(row["step"], row["tokens_per_target_step"]) for row in before] == [(2, 1.1), (4, 1.2)]
-    distil(config, greedy_target, greedy_rows)  # from step 3 on: step 4 is evaluated anew
-    after = read_evaluations(tmp_path / METRICS_FILE)
-    assert [(row["step"], row["tokens_per_target_step"]) for row in after] == [(2, 1.1), (4, 1.3), (6, 1.4)]
-    assert after[0] == before[0]
-    assert before[0]["seconds"] < after[1]["seconds"] < after[2]["seconds"]
 
 
 @pytest.mark.parametrize(

@@ -10,37 +10,28 @@ from pathlib import Path
 from typing import Any, cast
 
 from accelerate import Accelerator
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from configs.runtime.errors import ConfigError, InputError, first_line
+from configs.runtime.errors import ConfigError, InputError
 from configs.schema.training import HeadsConfig
 from distill.cache.reader import TargetCache
 from distill.dataset.conversations import Conversation
 from distill.loss.objectives import HeadLoss, HeadObjective
 from distill.signals import SignalSource, TargetSignals
 from eval.decoder.decode import check_drafts
-from heads.artifact import save_head
+from heads.artifact import load_vocabulary, save_head
 from heads.device import restored_random_state
 from heads.families.registry import FAMILIES, serve
 from heads.frozen.hidden_states import TargetStates, check_taps
 from heads.frozen.loading import Target
+from heads.frozen.weights import read_tensors
 from heads.inference.model_checks import check_keeps_apart, check_rolls_back
-from heads.metadata import (
-    VOCABULARY_FILE,
-    WEIGHTS_FILE,
-    Metadata,
-    check_made_for,
-    head_metadata,
-    locate_artifact,
-    read_metadata,
-)
+from heads.metadata import WEIGHTS_FILE, Metadata, check_made_for, head_metadata, locate_artifact, read_metadata
 from heads.modules.interface import Batch
-from heads.modules.layers import HeadLayer, checkpoint_activations
+from heads.modules.layers import checkpoint_activations
 from heads.modules.output_head import HeadModule
 from heads.proposers.protocol import Proposer
-from heads.vocabulary import DraftVocabulary, read_draft_vocabulary
+from heads.vocabulary import DraftVocabulary
 from train.loop.checkpoints import Progress
 from train.loop.loop import BatchLoss
 from train.loop.telemetry import StepClock
@@ -111,11 +102,7 @@ class HeadTask:
         return copy.deepcopy(self.module, {id(each): each for each in shared})
 
     def units(self) -> Sequence[nn.Module]:
-        """Return the layers that run once a forward; a family may read its other weights directly, which are one unit."""
-        head = cast(HeadObjective, self.module).head
-        if not isinstance(head, HeadModule) or head.unrolls_layers:
-            return []
-        return [each for each in head.modules() if isinstance(each, HeadLayer)][::-1]  # a layer in another one before it
+        return []  # families read weights in ways of their own: a head is one unit
 
     def read_from_outside(self) -> Sequence[nn.Parameter]:
         return []  # no head is trained under ZeRO-3
@@ -189,7 +176,6 @@ class InitialHead:
     folder: Path
     metadata: Metadata
     vocabulary: DraftVocabulary | None
-    tensors: dict[str, Tensor]
 
     def fill(self, head: nn.Module) -> None:
         """Give a head that was built by the run's config the artifact's weights, if the config describes this head."""
@@ -205,7 +191,7 @@ class InitialHead:
                     "the artifact has, or set init to null"
                 )
         try:
-            head.load_state_dict(self.tensors)
+            head.load_state_dict(read_tensors(self.folder / WEIGHTS_FILE))
         except RuntimeError as error:
             raise ConfigError(
                 f"init: {self.folder} has not the weights of the head that `head` describes: {' '.join(str(error).split())}"
@@ -223,12 +209,6 @@ def read_initial_head(name: str, target: Target) -> InitialHead:
         )
     for warning in check_made_for(metadata, target.identity, folder, allow_target_mismatch=True):
         log.warning("%s", warning)
-    vocabulary = None
-    if metadata.draft_vocabulary == "reduced":
-        kept = read_draft_vocabulary(folder / VOCABULARY_FILE)
-        vocabulary = DraftVocabulary(token_ids_W=kept.token_ids_W, target_vocab_size=target.vocab_size)
-    try:
-        tensors = load_file(folder / WEIGHTS_FILE)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{folder} is damaged: {first_line(error)}") from error
-    return InitialHead(folder=folder, metadata=metadata, vocabulary=vocabulary, tensors=tensors)
+    reduced = metadata.draft_vocabulary == "reduced"
+    vocabulary = load_vocabulary(folder, metadata, target.vocab_size) if reduced else None
+    return InitialHead(folder=folder, metadata=metadata, vocabulary=vocabulary)

@@ -34,9 +34,7 @@ from heads.device import restored_random_state
 from heads.frozen.hidden_states import TargetStates
 from heads.frozen.loading import Target
 from heads.frozen.processes import share_of, wait_patiently
-from heads.metadata import (
-    METADATA_FILE,
-)
+from heads.metadata import METADATA_FILE
 from heads.modules.interface import Batch
 from heads.proposers.protocol import Proposer
 from train.loop.checkpoints import Progress

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.profiler import ProfilerActivity, profile
 
 from configs.runtime.command import DONE
@@ -23,7 +22,6 @@ from tests.faults.conftest import die_at_step
 from tests.support.launched_runs import (
     EVERY,
     NEEDS_DEEPSPEED,
-    TOLERANCE,
     Runs,
     assert_same,
     assert_same_metrics,
@@ -201,7 +199,6 @@ def test_what_the_recipe_decides_is_no_business_of_deepspeeds_config_file(name):
 
 
 SUMS, SPLIT_SUMS = "c10d::allreduce_", "c10d::_reduce_scatter_base_"
-SPLIT_HEADS = {"mtp": {"kind": "mtp"}, "dflash": {"kind": "dflash", "taps": [0, 1, 2]}}
 
 
 def counting(file: Path):
@@ -243,15 +240,6 @@ def test_gradients_are_sent_with_the_last_micro_batch_of_a_step_only(runs, recip
     assert (one[SUMS], one[SPLIT_SUMS]) == (three[SUMS], three[SPLIT_SUMS]), (one, three)
     assert one[SPLIT_SUMS] == (units if recipe == "fsdp2" else 0), one
     assert one[SUMS] > (recipe != "fsdp2")  # the labels are added up as well
-
-
-@pytest.mark.parametrize("kind", ["dflash", pytest.param("mtp", marks=pytest.mark.slow)])
-def test_a_head_of_several_units_has_the_losses_and_the_weights_of_a_whole_one(runs, kind):
-    """Both in two processes, since some families draw which positions they train."""
-    found, expected = (runs.finished(recipe, "heads", {"head": SPLIT_HEADS[kind]}) for recipe in ("fsdp2", "ddp_cpu"))
-    assert_same_metrics(found, expected)
-    files = (folder / "artifact" / "model.safetensors" for folder in (found, expected))
-    torch.testing.assert_close(*map(load_file, files), rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("recipe", ["ddp_cpu", "fsdp2"])
