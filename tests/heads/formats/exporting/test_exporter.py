@@ -98,6 +98,10 @@ def test_medusa_is_widened_by_rows_that_never_win(write, own_output_heads):
         (DFLASH, {"train_head": True}, "sglang", "head.train_head"),
         (HydraSettings(kind="hydra"), {}, "vllm", "hydra goes to no engine yet"),
         (EAGLE, {}, "vllm", "Gemma3TextScaledWordEmbedding"),
+        (EAGLE, checks.NO_NORMS | {"norm_feedback": True}, "gguf", "head.norm_feedback"),
+        (EAGLE, checks.NO_NORMS | {"norm_taps": True}, "openvino", "head.norm_taps"),
+        (EAGLE, checks.NO_NORMS | {"taps": [1, 3]}, "gguf", "head.taps"),
+        (EAGLE, checks.NO_NORMS | {"qk_norm": True}, "gguf", "head.qk_norm"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
