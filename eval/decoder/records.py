@@ -24,7 +24,8 @@ from heads.sampling.draws import request_number
 
 # stop: a stop string is complete; context: the target's context is full;
 # non_finite: target or draft computed NaN or infinity; error: decoding raised, e.g. out of memory;
-# no_room_in_context: a later turn with all before it does not fit; after_a_failed_turn: the turn before it has no answer.
+# no_room_in_context: a later turn with all before it, or one before that, does not fit; after_a_failed_turn: a turn before it
+# has no answer.
 StopReason = Literal["eos", "stop", "length", "context", "non_finite", "error", "no_room_in_context", "after_a_failed_turn"]
 UNDECODED = frozenset(("error", "no_room_in_context", "after_a_failed_turn"))  # such a generation has no tokens
 FAILED = UNDECODED | {"non_finite"}
@@ -51,6 +52,23 @@ class Request:
     def number(self) -> int:
         """A 63-bit hash of its name, the same in every process."""
         return request_number(f"{self.prompt_id}/{self.turn}" if self.turn else self.prompt_id)
+
+    def answered(
+        self, mode: str, stop_reason: StopReason, tokens: tuple[int, ...] = (), rounds: tuple[Round, ...] = ()
+    ) -> Generation:
+        """Return the record of an answer to it; without tokens of one that was not decoded."""
+        return Generation(
+            prompt_id=self.prompt_id,
+            category=self.category,
+            mode=mode,
+            prompt_tokens=self.tokens,
+            tokens=tokens,
+            rounds=rounds,
+            stop_reason=stop_reason,
+            turn=self.turn,
+            suite=self.suite,
+            media_prompt=self.media_prompt,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,19 +251,7 @@ class BatchRow:
         """Return the record of an answer that has ended."""
         if self.stop_reason is None:
             raise RuntimeError(f"prompt {self.request.prompt_id} left the decoder without a reason")
-        answer = tuple(self.tokens[len(self.request.tokens) :])
-        return Generation(
-            prompt_id=self.request.prompt_id,
-            category=self.request.category,
-            mode=mode,
-            prompt_tokens=self.request.tokens,
-            tokens=answer,
-            rounds=tuple(self.rounds),
-            stop_reason=self.stop_reason,
-            turn=self.request.turn,
-            suite=self.request.suite,
-            media_prompt=self.request.media_prompt,
-        )
+        return self.request.answered(mode, self.stop_reason, tuple(self.tokens[len(self.request.tokens) :]), tuple(self.rounds))
 
 
 class StopStrings:

@@ -26,7 +26,7 @@ from eval.acceptance import Tally
 from eval.decoder.decode import Request, decode
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP, Generation, Timing
 from eval.measure.record_files import BatchFiles, Records
-from eval.measure.suite import Turns, undecoded
+from eval.measure.suite import Turns
 from eval.speed import Meter
 from heads.frozen.loading import Target
 from heads.frozen.processes import share_of
@@ -187,7 +187,7 @@ class Measurement:
             return records
         # The modes are compared batch by batch: what failed in one is timed in none.
         decoded = [generation for generation in records.generations if generation.mode not in failed]
-        return Records([*decoded, *(undecoded(request, mode, "error") for mode in sorted(failed) for request in batch)])
+        return Records([*decoded, *(request.answered(mode, "error") for mode in sorted(failed) for request in batch)])
 
     def _measure_untimed(self, batch: Sequence[Request], records: Records) -> None:
         """Decode once more with the draft, untimed, to compare its distributions with the target's."""

@@ -177,7 +177,7 @@ class Turns:
                 del self._messages[answer.prompt_id]
                 continue
             if answer.stop_reason in FAILED:
-                lost += self._lose(answer, prompt, turn, "after_a_failed_turn")
+                lost += self._lose(answer, "after_a_failed_turn")
                 continue
             text = str(self.target.tokenizer.decode(list(answer.tokens), skip_special_tokens=True))
             messages = self._messages[answer.prompt_id]
@@ -186,7 +186,7 @@ class Turns:
             if len(tokens) < self.target.max_positions:
                 requests.append(self._request(prompt, tokens, turn))
             else:
-                lost += self._lose(answer, prompt, turn, "no_room_in_context")
+                lost += self._lose(answer, "no_room_in_context")
         return requests, lost
 
     def _request(self, prompt: Prompt, tokens: tuple[int, ...], turn: int) -> Request:
@@ -199,25 +199,8 @@ class Turns:
             media_prompt=self.target.media_prompt(self._messages[prompt.prompt_id], prompt.media, tools=prompt.tools),
         )
 
-    def _lose(self, answer: Generation, prompt: Prompt, turn: int, reason: StopReason) -> list[Generation]:
-        """Return records of a turn that is lost for `reason`, and of the turns after it."""
-        lost = []
-        for number in range(turn, len(prompt.turns)):
-            own_reason: StopReason = reason if number == turn else "after_a_failed_turn"
-            lost.append(undecoded(self._request(prompt, (), number), answer.mode, own_reason))
-        return lost
-
-
-def undecoded(request: Request, mode: str, stop_reason: StopReason) -> Generation:
-    """Return the record of a request that was not decoded."""
-    return Generation(
-        prompt_id=request.prompt_id,
-        category=request.category,
-        mode=mode,
-        prompt_tokens=request.tokens,
-        tokens=(),
-        rounds=(),
-        stop_reason=stop_reason,
-        turn=request.turn,
-        suite=request.suite,
-    )
+    def _lose(self, answer: Generation, reason: StopReason) -> list[Generation]:
+        """Return records of the turns behind an answer, which are lost."""
+        prompt = self._prompts[answer.prompt_id]
+        numbers = range(answer.turn + 1, len(prompt.turns))
+        return [self._request(prompt, (), number).answered(answer.mode, reason) for number in numbers]

@@ -68,14 +68,12 @@ def random_toy(seed: int, vocab_size: int = 3, num_drafts: int = 3, *, looked_up
     )
 
 
-def enumerate_rule(rule: Rule, toy: Toy, *, padded: bool = False) -> EnumerationResult:
+def enumerate_rule(rule: Rule, toy: Toy) -> EnumerationResult:
     """Enumerate a rule on a toy.
 
     The rule's decisions must be monotone in each uniform, as any test `uniform < threshold` is; acceptance of draft i may
-    depend on the acceptance uniforms up to and beyond i. With `padded` each row stands in a batch beside one of more drafts.
+    depend on the acceptance uniforms up to and beyond i.
     """
-    if padded:
-        rule = _beside_a_longer_row(rule)
     drafts = itertools.product(range(toy.vocab_size), repeat=toy.num_drafts)
     # One case for each draft and each pattern of passed and failed tests.
     cases = list(itertools.product(drafts, itertools.product((True, False), repeat=toy.num_drafts)))
@@ -87,18 +85,6 @@ def enumerate_rule(rule: Rule, toy: Toy, *, padded: bool = False) -> Enumeration
     accepted, next_distribution = batch.next_token_distribution(accept_BG)
     weighted = zip(cases, weights, accepted, next_distribution, strict=True)
     return compare(toy, ((weight * joint(toy.q, draft), draft[:kept], next_V) for (draft, _), weight, kept, next_V in weighted))
-
-
-def _beside_a_longer_row(rule: Rule) -> Rule:
-    """Return the rule for tensors of one more column, whose draft does not count and would always be accepted."""
-
-    def verify(
-        p_BKV: Tensor, q_BGV: Tensor, tokens_BG: Tensor, num_drafted_B: Tensor, accept_BG: Tensor, *uniforms: Tensor
-    ) -> ChainVerification:
-        p_BKV, q_BGV, tokens_BG = (torch.cat([each, each[:, -1:]], 1) for each in (p_BKV, q_BGV, tokens_BG))
-        return rule(p_BKV, q_BGV, tokens_BG, num_drafted_B, torch.nn.functional.pad(accept_BG, (0, 1)), *uniforms)
-
-    return verify
 
 
 def compare(toy: Toy, outcomes: Iterable[tuple[float, Prefix, list[float]]]) -> EnumerationResult:

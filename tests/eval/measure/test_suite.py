@@ -142,7 +142,7 @@ def test_a_later_turn_follows_the_answers_before_it(target):
     ("answered", "reasons"),
     [
         (answer(stop_reason="non_finite"), ["after_a_failed_turn", "after_a_failed_turn"]),
-        (answer(*[7] * 250), ["no_room_in_context", "after_a_failed_turn"]),
+        (answer(*[7] * 250), ["no_room_in_context", "no_room_in_context"]),
     ],
 )
 def test_a_turn_that_cannot_be_asked_is_lost_with_those_behind_it(target, answered, reasons):
