@@ -8,8 +8,8 @@ sees the depth-0 elements of origins up to j, and the elements of its own origin
 In training fewer origins are kept as depth grows ("conditional on drop"), each subset drawn from the one before, so that a kept
 element has its whole chain. A kept origin weighs as many as it stands for, which makes the loss an unbiased estimate of the one
 over all origins. Tensor names are those that serving engines read.
-B batch, T positions, M origins with further elements, R further depths, S further elements (flat, one depth after another),
-U = T + S, A taps, F = A * E, D width, N heads, M key-value heads, G drafts, H head width, W draft vocabulary.
+B batch, T positions, S further elements (a depth after another), U = T + S, A taps, F = A * E, D width, N heads, M key-value
+heads, G drafts, H head width, W draft vocabulary.
 """
 
 from __future__ import annotations
@@ -51,9 +51,8 @@ class PEagle(EagleBody):
         shares = [max(settings.keep_share**depth, settings.min_keep_share) for depth in range(num_depths)]
         depths_BT, row_weights_BK = kept_depths(batch, shares if self.training else [1.0] * num_depths)
         widths = (depths_BT.unsqueeze(-1) > torch.arange(1, num_depths)).sum(1).amax(0).tolist()
-        origins_BM = depths_BT.argsort(dim=1, descending=True, stable=True)[:, : max(widths, default=0)]
-        depths_BM = depths_BT.gather(1, origins_BM)  # on the host, as all places here
-        origins_BS = torch.cat([origins_BM[:, :0], *(origins_BM[:, :width] for width in widths)], 1)
+        order_BT = depths_BT.argsort(dim=1, descending=True, stable=True)  # on the host, as all places here
+        origins_BS = torch.cat([order_BT[:, :width] for width in (0, *widths)], 1)
         origins_BS = upload(origins_BS, batch.input_ids_BT.device)
         mask_ids_BS = torch.full_like(origins_BS, self.mask_token_id)
         embedded_BUD = self.embed(torch.cat([shifted_left(batch.input_ids_BT, 1), mask_ids_BS], 1))
@@ -65,17 +64,13 @@ class PEagle(EagleBody):
         keys = ParallelKeys(causal_ranges(batch.position_ids_BT), origins_BS, widths)
         for layer in self.layers:
             states_BUD = layer(embedded_BUD, states_BUD, rotation, keys)
-        T = batch.input_ids_BT.shape[1]
-        places_BM = torch.arange(len(depths_BT)).unsqueeze(1) * T + origins_BM
-        origins_N = (depths_BT > 0).flatten().nonzero().squeeze(1)
-        found = [(flat(states_BUD[:, :T], origins_N), origins_N)]
-        for depth, part_BMD in enumerate(states_BUD[:, T:].split(widths, 1), start=1):
-            kept_BM = depths_BM[:, : part_BMD.shape[1]] > depth  # trained, and no filling
-            origins_N, order_N = places_BM[:, : part_BMD.shape[1]][kept_BM].sort()
-            found.append((flat(part_BMD, kept_BM.flatten().nonzero().squeeze(1)[order_N]), origins_N))
+        T, rank_P = batch.input_ids_BT.shape[1], order_BT.argsort(1).flatten()
         depths = []
-        for depth, (states_ND, origins_N) in enumerate(found):
-            row_weights_N = upload(row_weights_BK[origins_N // T, depth], states_ND.device)
+        for depth, part_BXD in enumerate((states_BUD[:, :T], *states_BUD[:, T:].split(widths, 1))):
+            origins_N = (depths_BT > depth).flatten().nonzero().squeeze(1)
+            rows_N, columns_N = origins_N // T, rank_P[origins_N] if depth else origins_N % T
+            states_ND = flat(part_BXD, rows_N * part_BXD.shape[1] + columns_N)
+            row_weights_N = upload(row_weights_BK[rows_N, depth], states_ND.device)
             depths.append(self.at_depth(depth, self.norm(states_ND), origins_N, row_weights_N=row_weights_N))
         return depths
 
