@@ -45,6 +45,8 @@ def bare_machine(tmp_path):
         _write_tool(tools / "nvidia-smi", f"#!/bin/sh\nexit {0 if gpu else 9}\n")
         variables = {"PATH": str(tools), "PYTHON": sys.executable, "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "0"}
         variables |= {"PIP_INDEX_URL": (tmp_path / "machine").as_uri(), "PIP_TARGET": str(tmp_path / "site"), **environment}
+        if "TORCH_INDEX_URL" in environment:
+            variables["TORCH_INDEX_URL"] = (tmp_path / environment["TORCH_INDEX_URL"]).as_uri()
         done = subprocess.run(
             [shutil.which("sh"), "scripts/setup.sh"], cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
         )
@@ -58,39 +60,29 @@ TORCH = re.search("^torch==(.+)$", (ROOT / "constraints.txt").read_text(), re.MU
 CPU, UNLABELLED, CUDA = f"torch-{TORCH}+cpu", f"torch-{TORCH}", f"torch-{TORCH} nvidia-nccl"
 
 
+REST = "the rest"
+
+
 @pytest.mark.parametrize(
-    ("machine", "cpu", "installed", "asked"),
+    ("machine", "cpu", "settings", "installed", "says"),
     [
-        ([CUDA, "nvidia_nccl-1"], [CPU], CPU, True),  # as the public index
-        ([CPU, CUDA, "nvidia_nccl-1"], [], CPU, False),
-        ([UNLABELLED], [], UNLABELLED, True),
+        ([CUDA, "nvidia_nccl-1"], [CPU], {}, {CPU, REST}, "/cpu"),  # as the public index
+        ([CPU, CUDA, "nvidia_nccl-1"], [], {}, {CPU, REST}, ""),
+        ([UNLABELLED], [], {}, {UNLABELLED, REST}, "/cpu"),
+        ([CUDA, "nvidia_nccl-1"], [], {}, set(), "set TORCH_INDEX_URL to a mirror"),
+        ([CPU], [UNLABELLED], {"TORCH_INDEX_URL": "cpu"}, {UNLABELLED, REST}, ""),
+        ([CUDA], [CPU], {"gpu": True}, {REST}, ""),
+        ([CUDA], [CPU], {"ALLOW_CUDA": "1"}, {REST}, ""),
     ],
 )
-def test_without_a_gpu_the_cpu_build_is_installed_first_and_alone(bare_machine, machine, cpu, installed, asked):
-    done, found = bare_machine(machine, cpu)
-    assert done.returncode == 0, done.stderr
-    assert found == {installed, "the rest"}
-    assert ("/cpu" in done.stdout) is asked
-
-
-def test_without_a_gpu_and_a_cpu_build_nothing_is_installed(bare_machine):
-    done, found = bare_machine([CUDA, "nvidia_nccl-1"], [])
-    assert done.returncode == 2
-    assert "set TORCH_INDEX_URL to a mirror" in done.stderr.splitlines()[-1]
-    assert found == set()
-
-
-def test_an_index_for_torch_that_is_named_is_the_only_one_asked(bare_machine, tmp_path):
-    done, found = bare_machine([CPU], [UNLABELLED], TORCH_INDEX_URL=(tmp_path / "cpu").as_uri())
-    assert done.returncode == 0, done.stderr
-    assert found == {UNLABELLED, "the rest"}
-
-
-@pytest.mark.parametrize("machine", [{"gpu": True}, {"ALLOW_CUDA": "1"}])
-def test_pip_chooses_the_build_where_there_is_a_gpu_or_where_that_is_asked_for(bare_machine, machine):
-    done, found = bare_machine([CUDA], [CPU], **machine)
-    assert done.returncode == 0, done.stderr
-    assert found == {"the rest"}
+def test_the_build_of_torch_is_the_machines_and_a_cpu_build_comes_first_and_alone(
+    bare_machine, machine, cpu, settings, installed, says
+):
+    done, found = bare_machine(machine, cpu, **settings)
+    assert (done.returncode, found) == (0 if installed else 2, installed), done.stderr
+    assert says in done.stdout + done.stderr
+    if installed and "TORCH_INDEX_URL" not in settings:
+        assert ("/cpu" in done.stdout) is (says == "/cpu")  # PyTorch's own index is asked last
 
 
 def test_every_dependency_of_the_project_is_pinned():

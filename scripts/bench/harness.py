@@ -7,9 +7,7 @@ something elsewhere. `ratios` of a results file hold only those.
 from __future__ import annotations
 
 import logging
-import os
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +25,7 @@ from configs.runtime.terminal import progress
 from distill.dataset.conversations import read_conversations
 from eval.decoder.decode import Request
 from eval.stats import Interval, paired_ratio_interval
+from scripts.run.steps import run_step
 
 log = logging.getLogger("draftsmith")
 
@@ -125,10 +124,8 @@ def speed_ratio(ours: SideTurns[R], theirs: SideTurns[R], amount: Callable[[R], 
 
 def run_module(module: str, *arguments: str) -> None:
     """Run a command of the project in a process of its own; an error where it ends with another code than 0."""
-    command = [sys.executable, "-m", module, *arguments]
-    code = subprocess.run(command, cwd=CHECKOUT, env=os.environ, check=False).returncode
-    if code:
-        raise InputError(f"{shlex.join(command[1:])} ended with code {code}, see above")
+    if code := run_step(["-m", module, *arguments]):
+        raise InputError(f"{shlex.join([module, *arguments])} ended with code {code}, see above")
 
 
 def run_config(module: str, output: Path, config: Mapping[str, Any]) -> None:

@@ -16,9 +16,7 @@ from configs.schema.evaluation import EvalConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 from distill.cache.reader import read_manifest as read_cache_manifest
 from distill.dataset.conversations import check_written_for, is_written_by_target, read_conversations
-from distill.generation.server_answers import read_ids
 from distill.generation.sources import read_prompts
-from distill.server.connection import read_completion
 from heads.frozen.identity import TargetIdentity
 from heads.metadata import read_metadata
 from train.loop.checkpoints import read_manifest as read_checkpoint_manifest
@@ -132,45 +130,6 @@ def test_a_name_that_leads_out_of_its_folder_is_refused(tmp_path, name):
     with pytest.raises(InputError, match=r"manifest: expected the name of a file in .*, which leads out of it"):
         inside(tmp_path / "in", name, "manifest")
     assert inside(tmp_path / "in", "a/b.bin", "manifest") == tmp_path / "in" / "a" / "b.bin"
-
-
-SERVED = {
-    "choices": [
-        {
-            "token_ids": [3, 4, 9],
-            "prompt_token_ids": [1, 2],
-            "finish_reason": "stop",
-            "prompt_logprobs": [None, {"2": {"logprob": -0.1}}],
-            "logprobs": {"top_logprobs": [{"token_id:2": -0.1}]},
-        }
-    ],
-    "usage": {"prompt_tokens": 2},
-    "system_fingerprint": "fp",
-}
-
-
-def read_served(content):
-    """Read a server's answer in every way there is; each may refuse it, in a sentence of its own."""
-    ways = (
-        lambda completion: completion.check_read([1, 2], "here"),
-        lambda completion: read_ids(completion, 3, [9], 20, "here"),
-        lambda completion: completion.next_token("here"),
-    )
-    with suppress(InputError):
-        completion = read_completion(content, "here")
-        for way in ways:
-            with suppress(InputError):
-                way(completion)
-
-
-@given(data=st.data())
-@FUZZ
-def test_whatever_a_server_answers_is_an_answer_or_a_sentence(data):
-    completion = read_completion(SERVED, "here")
-    completion.check_read([1, 2], "here")
-    assert read_ids(completion, 3, [9], 20, "here") == [3, 4, 9]
-    read_served(spoil(SERVED, data))
-    read_served(data.draw(VALUES))
 
 
 def spoil(value, data):

@@ -23,7 +23,7 @@ class TinyProject:
 
     def create(self) -> None:
         model = make_llama(layers=3, dtype=torch.float32, spread=4.0)
-        model.generation_config.eos_token_id = 1
+        model.config.eos_token_id = model.generation_config.eos_token_id = 1
         model.save_pretrained(self.folder / "target")
         make_tokenizer().save_pretrained(self.folder / "target")
         rows = [{"question_id": n, "turns": [f"w{n % 60} w{(7 * n) % 59} w{(3 * n) % 50}"]} for n in range(self.num_prompts)]

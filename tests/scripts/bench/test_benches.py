@@ -6,11 +6,9 @@ import runpy
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from scipy.io import wavfile
 
 from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.errors import InputError
@@ -161,18 +159,6 @@ def test_modalities_draws_trains_and_decodes_both_ways(in_process, tmp_path):
     assert modalities.show_modality(config) == DONE
     rows = json.loads((tmp_path / "modalities.json").read_text())["rows"]
     assert [row["way"] for row in rows] == ["plain", "strict", "relaxed"]
-
-
-def test_words_are_read_at_one_rate_and_what_is_no_recording_is_refused(tmp_path):
-    for rate, name in ((16_000, "yes_a"), (8_000, "no_b")):
-        wavfile.write(tmp_path / f"{name}.wav", rate, (np.sin(np.arange(rate) / 9) * 2**14).astype(np.int16))
-    words = modalities.read_words(tmp_path)
-    assert words.names == ["no", "yes"]
-    assert {each.shape[1] for each in words.vectors_TE} == {modalities.FRAMES * modalities.BANDS}
-    assert len({len(each) for each in words.vectors_TE}) == 1
-    (tmp_path / "no_c.wav").write_text("no sound")
-    with pytest.raises(InputError, match="no_c"):
-        modalities.read_words(tmp_path)
 
 
 def test_a_commit_compared_with_itself_is_equal_and_a_changed_loss_is_a_difference(monkeypatch, tmp_path):
