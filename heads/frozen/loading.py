@@ -155,7 +155,7 @@ def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: 
     if config.device_map is None and config.states is None:
         move(model, device)
     model.eval().requires_grad_(False)
-    group = join_group(model, config, device) if config.is_split else None
+    group = join_group(model, config) if config.is_split else None
     check_split(model)
     if (limit := rope_limit(model.config.get_text_config())) is not None:
         log.warning(

@@ -164,7 +164,7 @@ def split_arguments(path: Path, config: TargetConfig, device: torch.device) -> d
     return {"distributed_config": _OneGroup(tp_size=config.shards, dp_replicate_size=count, tp_plan=plan)}
 
 
-def join_group(model: PreTrainedModel, config: TargetConfig, device: torch.device) -> Share:
+def join_group(model: PreTrainedModel, config: TargetConfig) -> Share:
     """Return the share of this process's group, and make its part of the target, `model`, ready to run."""
     size, count = config.shards, _num_groups(config)
     for part in (model.config, model.config.get_text_config()):
