@@ -13,8 +13,8 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +36,6 @@ from distill.cache.reader import (
     MANIFEST,
     SHARD,
     CacheManifest,
-    Places,
     RowLayout,
     checksum_of,
     made_of,
@@ -91,43 +90,49 @@ def make_cache(config: CacheConfig) -> None:
             write_run_record(output, config, seconds=time.monotonic() - started)  # of this start
 
 
-@dataclass(frozen=True, kw_only=True)
 class CacheJob:
     """A cache to be made by one or several processes."""
 
-    target: Target
-    conversations: Sequence[Conversation]
-    config: CacheConfig
-    data_sha256: str
-
-    @property
-    def _folder(self) -> Path:
-        return Path(self.config.output)
+    def __init__(self, *, target: Target, conversations: Sequence[Conversation], config: CacheConfig, data_sha256: str) -> None:
+        self.target, self.config, self.data_sha256, self.folder = target, config, data_sha256, Path(config.output)
+        self.layout = layout_of(config, target.model)
+        self.dataset = ConversationDataset(conversations, config.max_length)
+        self.rows_per_shard = max(1, int(config.shard_megabytes * 1e6 / self.layout.bytes_per_row))
+        self.places = place_rows(self.dataset, self.rows_per_shard)
+        self.num_rows = self.places.rows_of_shards
+        # A hash of all that decides the bytes of the shards. target.forward does not count: only decoding runs another than
+        # transformers' (`heads.inference.causal_lm`).
+        self.digest = fingerprint(
+            self.layout.model_dump(),
+            target.identity.to_dict(),
+            [config.target.dtype, config.target.attention, data_sha256],
+            [config.max_length, config.batch_size, config.shard_megabytes],
+        )
 
     def prepare(self) -> None:
         """Delete files of another job and check that there is room for the rest. Called by one process."""
         check_taps(self.target.model, self.layout.taps)
         there = self.finished()
-        row, num_rows = self.layout.bytes_per_row, sum(self._num_rows)
+        row, num_rows = self.layout.bytes_per_row, sum(self.num_rows)
         logger.info("target cache: %d bytes a token, %.1f MB in all", row, row * num_rows / 1e6)
         if there:
-            logger.info("%d of %d shards were finished by an earlier run", len(there), len(self._num_rows))
-        check_room(self._folder, row * (num_rows - sum(self._num_rows[number] for number in there)))
+            logger.info("%d of %d shards were finished by an earlier run", len(there), len(self.num_rows))
+        check_room(self.folder, row * (num_rows - sum(self.num_rows[number] for number in there)))
         keep = set(map(_file, there))
-        for path in self._folder.glob("*"):
+        for path in self.folder.glob("*"):
             if DISPOSABLE.fullmatch(path.name) and path.name not in keep:
                 path.unlink()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        write_run_record(self._folder, self.config)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_run_record(self.folder, self.config)
 
     def work(self, *, rank: int, num_processes: int, writes: bool = True) -> None:
         """Write this process's share of the shards that are not there.
 
         Without `writes` this process only computes what the first one of the target's group writes.
         """
-        own, there = range(rank, len(self._num_rows), num_processes), self.finished()
-        num_rows = sum(self._num_rows[number] for number in own)
-        done = sum(self._num_rows[number] for number in there.intersection(own))
+        own, there = range(rank, len(self.num_rows), num_processes), self.finished()
+        num_rows = sum(self.num_rows[number] for number in own)
+        done = sum(self.num_rows[number] for number in there.intersection(own))
         write = BackgroundWrite()
         with progress("target cache", num_rows, "tokens", done=done) as advance:
             try:
@@ -135,72 +140,40 @@ class CacheJob:
                     tensors = self._tensors(number)
                     if writes:
                         write.start(partial(self._write, number, tensors))  # once the one before is there
-                    advance(self._num_rows[number])
+                    advance(self.num_rows[number])
             finally:
                 write.wait()
 
     def finished(self) -> set[int]:
         """Return the shards that are there, made by this job."""
-        return {number for number in range(len(self._num_rows)) if _job_of(self._folder / _file(number)) == self.digest}
+        return {number for number in range(len(self.num_rows)) if _job_of(self.folder / _file(number)) == self.digest}
 
     def finish(self) -> CacheManifest:
         """Write the manifest, which completes the cache; `RuntimeError` where a shard is missing."""
-        if missing := sorted(set(range(len(self._num_rows))) - self.finished()):
-            raise RuntimeError(f"{len(missing)} shards are missing in {self._folder}, the first is {missing[0]}")
+        if missing := sorted(set(range(len(self.num_rows))) - self.finished()):
+            raise RuntimeError(f"{len(missing)} shards are missing in {self.folder}, the first is {missing[0]}")
         manifest = CacheManifest(
             layout=self.layout,
             target=self.target.identity.to_dict(),
             data_file=self.config.data,
             data_sha256=self.data_sha256,
             max_length=self.config.max_length,
-            rows_per_shard=self._rows_per_shard,
+            rows_per_shard=self.rows_per_shard,
             job=self.digest,
         )
-        write_json(self._folder / MANIFEST, manifest.model_dump(mode="json"))
+        write_json(self.folder / MANIFEST, manifest.model_dump(mode="json"))
         return manifest
-
-    @cached_property
-    def layout(self) -> RowLayout:
-        return layout_of(self.config, self.target.model)
-
-    @cached_property
-    def digest(self) -> str:
-        """A hash of all that decides the bytes of the shards."""
-        config, settings = self.config, self.config.target
-        # target.forward does not count: only decoding runs another than transformers' (`heads.inference.causal_lm`).
-        return fingerprint(
-            self.layout.model_dump(),
-            self.target.identity.to_dict(),
-            [settings.dtype, settings.attention, self.data_sha256],
-            [config.max_length, config.batch_size, config.shard_megabytes],
-        )
-
-    @cached_property
-    def _dataset(self) -> ConversationDataset:
-        return ConversationDataset(self.conversations, self.config.max_length)
-
-    @property
-    def _rows_per_shard(self) -> int:
-        return max(1, int(self.config.shard_megabytes * 1e6 / self.layout.bytes_per_row))
-
-    @cached_property
-    def _places(self) -> Places:
-        return place_rows(self._dataset, self._rows_per_shard)
-
-    @cached_property
-    def _num_rows(self) -> list[int]:
-        return self._places.rows_of_shards
 
     def _write(self, number: int, tensors: dict[str, Tensor]) -> None:
         checksum = checksum_of(tensors[name] for name in self.layout.tensors(0))
-        write_bytes(self._folder / _file(number), save(tensors, metadata={MADE_OF: f"{self.digest} {checksum}"}))
+        write_bytes(self.folder / _file(number), save(tensors, metadata={MADE_OF: f"{self.digest} {checksum}"}))
 
     def _tensors(self, number: int) -> dict[str, Tensor]:
         """Return the rows of a shard's conversations, one conversation after the other."""
-        indices = np.flatnonzero(self._places.shard_C[self._dataset.numbers] == number)
-        examples = [self._dataset[int(index)] for index in indices]
-        offsets = [int(self._places.offset_C[example.conversation]) for example in examples]
-        layout = self.layout.tensors(self._num_rows[number])
+        indices = np.flatnonzero(self.places.shard_C[self.dataset.numbers] == number)
+        examples = [self.dataset[int(index)] for index in indices]
+        offsets = [int(self.places.offset_C[example.conversation]) for example in examples]
+        layout = self.layout.tensors(self.num_rows[number])
         tensors = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in layout.items()}
         for group, states_ANE in read_examples(self.target, examples, self.layout.taps, self.config.batch_size):
             rows_N = torch.cat([offsets[index] + torch.arange(len(examples[index].input_ids)) for index in group])

@@ -90,10 +90,10 @@ def test_two_processes_write_what_one_writes_each_its_own_shards(job, tmp_path, 
     assert shard_files(tmp_path / "two") == shard_files(tmp_path / "one")
 
 
-def test_a_disk_without_room_is_refused_before_anything_is_written(job, tmp_path, monkeypatch):
+def test_a_disk_without_room_is_refused_before_anything_is_written(job, conversations, tmp_path, monkeypatch):
     usage = namedtuple("usage", ["free"])
     made = job()
-    needed = sum(len(row.prompt_ids) + len(row.answer_ids) for row in made.conversations) * made.layout.bytes_per_row
+    needed = sum(len(row.prompt_ids) + len(row.answer_ids) for row in conversations) * made.layout.bytes_per_row
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(needed - 1))
     with pytest.raises(InputError, match="output"):
         made.prepare()

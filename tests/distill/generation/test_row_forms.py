@@ -57,6 +57,7 @@ def test_a_chat_keeps_its_calls_of_tools_and_may_end_with_a_result_or_an_answer_
     prompt = parsed({"messages": [USER, CALL, RESULT, ASSISTANT, {"role": "user", "content": "And?"}]})
     (called,) = (message for message in prompt.history if "tool_calls" in message)
     assert prompt.history == (USER, {**called, "content": ""}, RESULT, ASSISTANT)
+    assert (prompt.turns, prompt.messages[-1]["role"], prompt.user_text) == (("And?",), "user", "Hi\nAnd?")
     asks = parsed({"messages": [USER, CALL, RESULT]})
     assert (asks.messages[-1], asks.user_texts, asks.opening) == (RESULT, ["Hi"], "Hi")
     assert asks.prompt_id != parsed({"messages": [USER, CALL, RESULT | {"tool_call_id": "2"}]}).prompt_id

@@ -90,13 +90,6 @@ def read(path, **settings):
     return read_prompts(PromptsConfig(source="file", path=str(path), **settings))
 
 
-def test_messages_become_a_history_and_one_turn(prompt_file):
-    (prompt,) = read(prompt_file({"id": "m", "messages": [SYSTEM, USER, ASSISTANT, {"role": "user", "content": "And?"}]}))
-    assert prompt == Prompt(prompt_id="m", category="uncategorised", turns=("And?",), history=(SYSTEM, USER, ASSISTANT))
-    assert prompt.messages == [SYSTEM, USER, ASSISTANT, {"role": "user", "content": "And?"}]
-    assert prompt.user_text == "Hi\nAnd?"
-
-
 def test_a_named_column_is_read_where_a_row_has_it_and_other_rows_by_their_keys(prompt_file):
     path = prompt_file({"asked": "one", "turns": ["not this"]}, {"messages": [{"role": "user", "content": "two"}]})
     assert [prompt.turns for prompt in read(path, field="asked")] == [("one",), ("two",)]
