@@ -22,7 +22,7 @@ class StatesApi(Api):
         super().__init__(target)
         self.name, self.taps, self.folder = "states-" + "-".join(map(str, sorted(taps))), sorted(taps), folder
         self.file_troubles = []
-        self.most_files, self.scale = 0, 1.0
+        self.most_files = 0
 
     def complete(self, body):
         answer, ids = super().complete(body), body["prompt"]
@@ -43,7 +43,7 @@ class StatesApi(Api):
             if trouble is None:
                 with ONE_FORWARD:
                     states = read_states(self.model, torch.tensor([ids]), self.taps)
-                found = torch.cat(states.taps_ABTE).transpose(0, 1).contiguous() * self.scale
+                found = torch.cat(states.taps_ABTE).transpose(0, 1).contiguous()
                 save_file({"hidden_states": found, "token_ids": torch.tensor(ids)}, path)
                 self.most_files = max(self.most_files, sum(name.endswith(".safetensors") for name in os.listdir(self.folder)))
             elif trouble == "cut":
