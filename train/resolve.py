@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -33,14 +33,6 @@ log = logging.getLogger("draftsmith")
 R = TypeVar("R", bound=HeadsConfig | DistillConfig)
 
 
-class Resolved(NamedTuple):
-    """A setting's value, and where it comes from."""
-
-    key: str
-    value: Any
-    reason: str
-
-
 def resolve(config: R, target: PreTrainedModel, train: Sequence[Conversation] | None) -> R:
     """Return a recipe in which nothing is `auto`, and log each value with its reason.
 
@@ -56,31 +48,32 @@ def resolve(config: R, target: PreTrainedModel, train: Sequence[Conversation] | 
 
 def _resolved(
     config: HeadsConfig | DistillConfig, target: PreTrainedModel, train: Sequence[Conversation] | None
-) -> Iterator[Resolved]:
+) -> Iterator[tuple[str, Any, str]]:
+    """Yield the key of each setting that is left open, its value, and where that comes from."""
     text, heads = target.config.get_text_config(), isinstance(config, HeadsConfig)
     max_length = config.data.max_length
     if max_length == AUTO:
         context = int(getattr(text, "max_position_embeddings", None) or LONGEST)
         max_length = min(LONGEST, context, config.data.pack_length or LONGEST)
-        yield Resolved("data.max_length", max_length, f"of a context of {context}")
+        yield "data.max_length", max_length, f"of a context of {context}"
     if config.optimizer.learning_rate == AUTO:
         rate = (HEAD_RATE if heads else DRAFT_LM_RATE) * min(1.0, math.sqrt(WIDTH / text.hidden_size))
-        yield Resolved("optimizer.learning_rate", float(f"{rate:.2g}"), f"for a width of {text.hidden_size}")
+        yield "optimizer.learning_rate", float(f"{rate:.2g}"), f"for a width of {text.hidden_size}"
     if isinstance(config, HeadsConfig):
         if config.head.draft_vocab_size == AUTO:
-            yield Resolved("head.draft_vocab_size", *_vocabulary(int(text.vocab_size), train, config.init))
+            yield "head.draft_vocab_size", *_vocabulary(int(text.vocab_size), train, config.init)
         if isinstance(config.head, EagleSettings) and config.head.init_block == AUTO:
             number, complaint = block_to_copy(target, config.head)
             reason = "the block that reads the last tap" if complaint is None else f"as block {number} {complaint}"
-            yield Resolved("head.init_block", number if complaint is None else None, reason)
+            yield "head.init_block", number if complaint is None else None, reason
         if getattr(config.head, "window", None) == AUTO:
-            yield Resolved("head.window", *_window(max_length, train))
+            yield "head.window", *_window(max_length, train)
         return
     if config.student.draft_vocab_size == AUTO:
-        yield Resolved("student.draft_vocab_size", *_vocabulary(int(text.vocab_size), train))
+        yield "student.draft_vocab_size", *_vocabulary(int(text.vocab_size), train)
     if config.student.layers == AUTO:
         kept = list(range(max(1, num_blocks(target) // DEPTH_SHARE)))
-        yield Resolved("student.layers", kept, f"the first of {num_blocks(target)} blocks")
+        yield "student.layers", kept, f"the first of {num_blocks(target)} blocks"
 
 
 def _window(max_length: int, train: Sequence[Conversation] | None) -> tuple[int | None, str]:

@@ -1,6 +1,5 @@
 """The job files of scripts/cluster: SLURM's with stand-ins for its programs, Kubernetes' by its fields."""
 
-import json
 import os
 import re
 import signal
@@ -201,23 +200,15 @@ def test_training_does_not_outlive_the_terminal_that_a_node_was_started_from(tmp
 # --- the files ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def kubernetes():
-    """The Kubernetes objects, placeholders filled in as the launch line does; the pod; its container; its variables."""
+def test_a_kubernetes_job_finds_its_pods_and_disk_and_leaves_time_for_a_checkpoint():
     text = (CLUSTER / "kubernetes_job.yaml").read_text()
-    given = dict(re.findall(r'(\b[A-Z]+)=("[^"]*"|\S+)', text.partition("\n#\n")[0]))
+    given = dict(re.findall(r'(\b[A-Z]+)=("[^"]*"|\S+)', text.partition("\n#\n")[0]))  # by the launch line in its head
     assert set(given) == set(re.findall(r"\$\{([A-Z]+)\}", text))
     filled = string.Template(text).substitute({name: value.strip('"') for name, value in given.items()})
-    assert "$" not in filled.partition("apiVersion")[2]
     objects = {each["kind"]: each for each in yaml.safe_load_all(filled)}
-    json.dumps(objects)  # nothing that YAML reads otherwise than it is written, such as a date
     pod = objects["Job"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    return objects, pod, container, {each["name"]: each.get("value") for each in container["env"]}
-
-
-def test_a_kubernetes_job_finds_its_pods_and_disk_and_leaves_time_for_a_checkpoint(kubernetes):
-    objects, pod, container, values = kubernetes
+    values = {each["name"]: each.get("value") for each in container["env"]}
     job, name = objects["Job"]["spec"], objects["Job"]["metadata"]["name"]
     service, claim = objects["Service"], objects["PersistentVolumeClaim"]
     assert job["completions"] == job["parallelism"] == int(values["NUM_NODES"]) == 2
