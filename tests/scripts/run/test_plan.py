@@ -1,6 +1,7 @@
 """What a run does with its budget, from made-up rates: it is used, not exceeded, and spent on what is scarce."""
 
 from itertools import pairwise
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
@@ -67,7 +68,10 @@ def test_few_prompts_are_all_used_and_trained_on_more_often():
     assert found.num_prompts == 200
     assert found.epochs == MOST_EPOCHS
     assert sum(found.seconds.values()) < 60 * 30
-    assert fit(30, num_prompts=20).held_out == 4
+    few = fit(30, num_prompts=20)
+    assert few.held_out == 4
+    decoded = 4 * 1.5 * fmean(min(length, 64) for length in range(30, 129)) * 0.12  # half as many are of the house suite
+    assert few.seconds["eval"] == pytest.approx(FIXED["eval"] + 4 * 64 * 0.1 + decoded)
 
 
 def test_a_cache_that_the_disk_does_not_hold_is_left_out_and_the_target_runs_in_training(monkeypatch):
