@@ -42,7 +42,30 @@ class DraftLoss(NamedTuple):
     top1_agrees_N: Tensor
 
 
-class DraftObjective(nn.Module):
+class _Objective(nn.Module):
+    """What both objectives have: a divergence, and a target that is neither trained nor saved."""
+
+    def __init__(self, target: Target, config: LossConfig) -> None:
+        super().__init__()
+        self._config, self._divergence = config, configured_divergence(config)
+        self._chunk_size = rows_of_chunk(config.chunk_size, on_cpu=keeps_small_tensors_near(target.device))
+        self._target = (target,)  # in a tuple, so that the target does not become a submodule
+
+    def _compared(
+        self, target: TargetRows, parts: list[DraftRows], token_ids_W: Tensor | None
+    ) -> tuple[Tensor, list[RowStatistics]]:
+        return fused_loss(
+            target,
+            parts,
+            self._divergence,
+            chunk_size=self._chunk_size,
+            temperature=self._config.temperature,
+            token_ids_W=token_ids_W,
+            compiled=self._config.compiled,
+        )
+
+
+class DraftObjective(_Objective):
     """A draft LM and its loss in one module, so that wrappers (DDP, FSDP, DeepSpeed) see every use of its parameters.
 
     Without `vocabulary` the draft has all of the target's tokens; a head without rows for it is an `InputError`.
@@ -53,17 +76,13 @@ class DraftObjective(nn.Module):
     def __init__(
         self, draft: PreTrainedModel, target: Target, config: LossConfig, vocabulary: DraftVocabulary | None = None
     ) -> None:
-        super().__init__()
-        self.draft, self._config = draft, config
-        self._divergence = configured_divergence(config)
-        self._chunk_size = rows_of_chunk(config.chunk_size, on_cpu=keeps_small_tensors_near(target.device))
+        super().__init__(target, config)
+        self.draft = draft
         self._shared_vocab_size = min(target.vocab_size, draft.config.get_text_config().vocab_size)
         if vocabulary is not None:  # refuse a head that cannot be reduced now, not in the first step
             head_rows(draft, vocabulary.token_ids_W.to(draft.device))
         # Not saved with the weights, but moved with them.
         self.register_buffer("token_ids_W", None if vocabulary is None else vocabulary.token_ids_W, persistent=False)
-        # In a tuple, so that the target does not become a submodule and is neither trained nor saved.
-        self._target = (target,)
 
     def forward(self, batch: Batch, target_BTE: Tensor) -> DraftLoss:
         """Return the sum of the divergence over all positions whose next token is a label.
@@ -82,15 +101,8 @@ class DraftObjective(nn.Module):
             labels_N=flat(batch.input_ids_BT, places_N + 1) if "cross_entropy" in self._config.weights else None,
         )
         logits_of = model_head(target.model, self._shared_vocab_size).logits_of
-        loss, (statistics,) = fused_loss(
-            TargetRows(hidden_PE=flat(target_BTE, places_N), logits_of=logits_of),
-            [rows],
-            self._divergence,
-            chunk_size=self._chunk_size,
-            temperature=self._config.temperature,
-            token_ids_W=self.token_ids_W,
-            compiled=self._config.compiled,
-        )
+        compared = TargetRows(hidden_PE=flat(target_BTE, places_N), logits_of=logits_of)
+        loss, (statistics,) = self._compared(compared, [rows], self.token_ids_W)
         return DraftLoss(loss, *statistics)
 
     def _draft_head(self) -> LogitHead:
@@ -133,19 +145,15 @@ class HeadLoss:
     accepted_P: Tensor
 
 
-class HeadObjective(nn.Module):
+class HeadObjective(_Objective):
     """A head and its loss in one module, so that wrappers (DDP, FSDP, DeepSpeed) see every use of its parameters.
 
     `head` is an `nn.Module` that follows `heads.modules.output_head.HeadModule`.
     """
 
     def __init__(self, head: nn.Module, target: Target, config: LossConfig) -> None:
-        super().__init__()
-        self.head, self._config = head, config
-        self._divergence = configured_divergence(config)
-        self._chunk_size = rows_of_chunk(config.chunk_size, on_cpu=keeps_small_tensors_near(target.device))
-        # In a tuple, so that the target does not become a submodule and is neither trained nor saved.
-        self._target = (target,)
+        super().__init__(target, config)
+        self.head = head
 
     def forward(self, batch: Batch, states: TargetStates, normalisers: Normalisers | None = None) -> HeadLoss:
         """Return the loss over every depth's labels.
@@ -185,7 +193,7 @@ class HeadObjective(nn.Module):
             for depth, part in zip(depths, parts, strict=True)
             for each in depth.auxiliaries
         ]
-        loss, statistics = self._compared(target, parts + auxiliaries)
+        loss, statistics = self._compared(target, parts + auxiliaries, head.token_ids_W)
         losses = [loss]
         for depth, part, found in zip(depths, parts, statistics, strict=False):
             if depth.confidence_N is not None:  # a head's estimates of its acceptance, which itself carries no graph
@@ -193,17 +201,6 @@ class HeadObjective(nn.Module):
                 entropies_N = binary_cross_entropy_with_logits(estimates_N, found.acceptance_N, reduction="none")
                 losses.append(depth.confidence_weight * (part.weights_N * entropies_N).sum())
         return _sums(batch, depths, torch.stack(losses).sum(), statistics[: len(depths)])
-
-    def _compared(self, target: TargetRows, parts: list[DraftRows]) -> tuple[Tensor, list[RowStatistics]]:
-        return fused_loss(
-            target,
-            parts,
-            self._divergence,
-            chunk_size=self._chunk_size,
-            temperature=self._config.temperature,
-            token_ids_W=cast(HeadModule, self.head).token_ids_W,
-            compiled=self._config.compiled,
-        )
 
     @torch.no_grad()
     def _weighed_by_acceptance(
@@ -215,7 +212,7 @@ class HeadObjective(nn.Module):
         The row at depth d weighs the sum of these chances over m >= d, each a_i smoothed to (1 + a_i) / 2. The paper has the
         chance of the text's token for a_i. An origin's rows after a depth at which it has none weigh nothing.
         """
-        _, found = self._compared(target, parts)
+        _, found = self._compared(target, parts, cast(HeadModule, self.head).token_ids_W)
         smoothed_KP = found[0].acceptance_N.new_zeros(len(depths), num_places)
         for smoothed_P, depth, each in zip(smoothed_KP, depths, found, strict=True):
             smoothed_P[depth.origins_N] = (1 + each.acceptance_N) / 2
