@@ -58,7 +58,7 @@ class RunConfig(Settings):
     train: dict[str, Any] | None = None
     eval: dict[str, Any] | None = None
     minutes: dict[str, float] = {}  # planned for each stage; none: nothing was chosen yet
-    output: str = "runs/draft"  # folder
+    output: str = "runs/draft"  # folder; of a draft.yaml its own
 
     @field_validator("data", "cache", "train", "eval", mode="before")
     @classmethod

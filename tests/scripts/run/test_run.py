@@ -13,7 +13,7 @@ from configs.schema.commands.running import RunConfig
 from scripts.run import flow
 from tests.scripts.run.conftest import NUM_PROMPTS
 
-GATE = "rules: [{metric: acceptance.tokens_per_target_step, min: 1.0}]"  # a random target's tokens are not to be guessed
+GATE = "rules: [{metric: acceptance.tokens_per_target_step, min: 0.5}]"  # a random target's tokens are not to be guessed
 
 
 def test_a_run_leads_to_a_verdict_and_an_export_and_its_file_goes_on(model, prompts, draftsmith, capsys, monkeypatch, tmp_path):
