@@ -150,7 +150,7 @@ class Tally:
         self.num_resumed = 0  # prompts that an earlier session of the run had measured
         self._acceptance: dict[str, Acceptance] = {}  # by mode
         self._category_of: dict[str, str] = {}  # by prompt id, of those decoded speculatively
-        self._answers: dict[str, list[Generation]] = {AUTOREGRESSIVE: [], SPECULATIVE: []}  # without their rounds
+        self._answers: dict[str, list[Generation]] = {AUTOREGRESSIVE: [], SPECULATIVE: []}  # by mode, without their rounds
         self._turns: dict[str, set[tuple[str, int]]] = {SPECULATIVE: set()}  # mode -> (prompt id, turn)
 
     def add(self, generations: Sequence[Generation], timings: Iterable[Timing] = ()) -> None:
@@ -168,8 +168,7 @@ class Tally:
             acceptance.update([generation])
             if generation.mode == SPECULATIVE:
                 self._category_of[generation.prompt_id] = generation.category
-            if generation.mode in self._answers:
-                self._answers[generation.mode].append(replace(generation, rounds=()))
+            self._answers.setdefault(generation.mode, []).append(replace(generation, rounds=()))
         self.failed += [generation for generation in generations if generation.stop_reason in FAILED]
         self._keep_samples([generation for generation in generations if generation.mode == SPECULATIVE])
         self.timings += timings
@@ -194,7 +193,7 @@ class Tally:
         return {turn for turns in self._turns.values() for turn in turns}
 
     def of(self, mode: str) -> list[Generation]:
-        """Return the plain or the speculative answers, without their rounds."""
+        """Return the answers of a mode, without their rounds."""
         return self._answers[mode]
 
     def acceptance(self, mode: str, category: str | None = None) -> Acceptance:

@@ -114,8 +114,9 @@ def evaluate(config: EvalConfig) -> int:
     records = tallies[suites[0].name]
     laps.done("decoding")
     # All groups of processes that share the target run it in the checks, and load it anew.
-    plain, drafted = ([each for tally in tallies.values() for each in tally.of(mode)] for mode in (AUTOREGRESSIVE, SPECULATIVE))
-    lossless = judge_lossless(target, plain, drafted, config.decode, config.lossless, loaded.draft.proposer)
+    answers = {mode: [each for tally in tallies.values() for each in tally.of(mode)] for mode in records.modes}
+    plain = answers.pop(AUTOREGRESSIVE)
+    lossless = judge_lossless(target, plain, answers, config.decode, config.lossless, loaded.draft.proposer)
     laps.done("losslessness")
     quality = judge_quality(target, records, suites[0].prompts, config.quality)
     laps.done("quality")

@@ -1,8 +1,9 @@
 """The losslessness verdict: whether speculation changed the output, and the check that this rests on.
 
-Of greedy answers every token must be the target's choice up to rounding (`eval.teacher_forcing`), and every end the
-right one. They may still differ from plain decoding's: a forward over several rows rounds differently from one over a single
-row, so that a near tie falls the other way, and the text goes on from there.
+Of greedy answers every token must be the target's choice up to rounding, by the measure of plain decoding's own answers
+(`eval.teacher_forcing`), and every end the right one; this is checked of every mode. Answers may still differ from plain
+decoding's: a forward over several rows rounds differently from one over a single row, so that a near tie falls the other way,
+and the text goes on from there.
 
 Of samples the first tokens of many continuations of one text are counted and tested against their exact probabilities. These
 are a tree of the target's forwards; leaves too unlikely for a G-test are pooled. The first token comes from the prefill, so
@@ -13,8 +14,9 @@ suite. A lossy mode is `lossy_by_design`. N samples, P prefixes, T positions, V 
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,9 +27,9 @@ from configs.runtime.terminal import progress
 from configs.schema.decoding import DecodeConfig, SamplingConfig
 from configs.schema.evaluation import LosslessConfig
 from eval.decoder.batch import BatchRun
-from eval.decoder.records import FAILED, UNDECODED, BatchRow, Generation, Request
+from eval.decoder.records import AUTOREGRESSIVE, FAILED, SPECULATIVE, UNDECODED, BatchRow, Generation, Request
 from eval.stats import detectable_variation, g_test
-from eval.teacher_forcing import TokenCheck, answer_logits, check_tokens, pair_answers
+from eval.teacher_forcing import TokenCheck, answer_logits, check_modes, pair_answers
 from heads.frozen.loading import Target
 from heads.inference.causal_lm import head_logits, read_documents
 from heads.proposers.protocol import Proposer
@@ -45,32 +47,29 @@ Check = dict[str, Any]
 def judge_lossless(
     target: Target,
     plain: Sequence[Generation],
-    speculative: Sequence[Generation],
+    by_mode: Mapping[str, Sequence[Generation]],
     decode_config: DecodeConfig,
     config: LosslessConfig,
     proposer: Proposer | None,
 ) -> dict[str, Any]:
-    """Return the report's `lossless` section; without a proposer samples are not tested.
+    """Return the report's `lossless` section, by the answers of each mode but plain decoding, the draft's by `SPECULATIVE`.
 
-    A check that fails makes the verdict `not_lossless`; else one that is inconclusive, or the lack of any, makes it so.
+    A check that fails makes the verdict `not_lossless`; else one that is inconclusive, or the lack of any, makes it so. Without
+    a proposer samples are not tested.
     """
-    pairs = [
-        pair
-        for pair in pair_answers(plain, speculative)
-        if not UNDECODED.intersection(answer.stop_reason for answer in pair)  # the report lists these as failed
-    ]
-    lossy, greedy = decode_config.lossy is not None, None
+    start, lossy, greedy = time.perf_counter(), decode_config.lossy is not None, dict[str, TokenCheck]()
+    plain, by_mode = _decoded_in_all(plain, by_mode, config.num_answers)
     checks: dict[str, Check] = {}
     if decode_config.temperature == 0:
-        start = time.perf_counter()
-        sides = [one for one, _ in pairs], [other for _, other in pairs]
-        greedy = check_tokens(target, *sides, config.tie_noise, decode_config.kv_cache)
-        wrong_ends = sum(not _ends_rightly(target, answer, decode_config) for _, answer in pairs)
-        checks["greedy"] = _describe(greedy, wrong_ends) | {"seconds": time.perf_counter() - start}
+        greedy = check_modes(target, plain, by_mode, config.tie_noise, decode_config.kv_cache)
+        for mode, answers in ((AUTOREGRESSIVE, plain), *by_mode.items()):
+            wrong_ends = sum(not _ends_rightly(target, answer, decode_config) for answer in answers)
+            checks["greedy" if mode == SPECULATIVE else f"greedy_{mode}"] = _describe(greedy[mode], wrong_ends)
     elif not lossy and proposer is not None and config.first_token_samples:
-        checks["first_tokens"] = check_samples(target, proposer, [one for one, _ in pairs], decode_config, config)
+        checks["first_tokens"] = check_samples(target, proposer, plain, decode_config, config)
     failed, inconclusive = ([name for name in checks if checks[name]["outcome"] == outcome] for outcome in (FAIL, INCONCLUSIVE))
-    divergences = [] if greedy is None else greedy.divergences
+    own, control = greedy.get(SPECULATIVE), greedy.get(AUTOREGRESSIVE)
+    divergences = [] if own is None else own.divergences
     if failed:
         verdict = NOT_LOSSLESS
     elif lossy:
@@ -81,16 +80,38 @@ def judge_lossless(
         verdict = UP_TO_TIES if divergences else LOSSLESS
     return {
         "verdict": verdict,
-        "checked_prompts": sum(check["checked_prompts"] for check in checks.values()),
-        "checked_tokens": None if greedy is None else greedy.num_tokens,
-        "tolerance": None if greedy is None else greedy.tolerance,
-        "largest_gap": None if greedy is None else greedy.largest_gap,
+        "checked_prompts": len(plain) if own is not None else sum(check["checked_prompts"] for check in checks.values()),
+        "checked_tokens": None if own is None else own.num_tokens,
+        "largest_gap": None if own is None else own.largest_gap,
+        "largest_gap_in_roundings": None if own is None else own.largest_gap_in_roundings,
+        "tolerance": None if own is None else own.tolerance,
+        "off_share": None if own is None else own.off_share,
+        "plain_largest_gap_in_roundings": None if control is None else control.largest_gap_in_roundings,
+        "plain_off_share": None if control is None else control.off_share,
         "divergences": [each._asdict() for each in divergences],
         "tie_noise": config.tie_noise,
         "failed_checks": failed,
         "inconclusive_checks": inconclusive,
         "checks": checks,
+        "seconds": time.perf_counter() - start,
     }
+
+
+def _decoded_in_all(
+    plain: Sequence[Generation], by_mode: Mapping[str, Sequence[Generation]], most: int
+) -> tuple[list[Generation], dict[str, list[Generation]]]:
+    """Return the answers to requests that every mode decoded (the report lists the others), evenly chosen down to `most`."""
+    undecoded = {
+        (each.prompt_id, each.turn)
+        for answers in (plain, *by_mode.values())
+        for each in answers
+        if each.stop_reason in UNDECODED
+    }
+    keys = [key for each in plain if (key := (each.prompt_id, each.turn)) not in undecoded]
+    kept = set(keys[:: max(1, math.ceil(len(keys) / most))])
+    modes = {mode: [each for _, each in pair_answers(plain, answers)] for mode, answers in by_mode.items()}
+    chosen = {mode: [each for each in answers if (each.prompt_id, each.turn) in kept] for mode, answers in modes.items()}
+    return [each for each in plain if (each.prompt_id, each.turn) in kept], chosen
 
 
 def _ends_rightly(target: Target, answer: Generation, config: DecodeConfig) -> bool:
@@ -103,7 +124,7 @@ def _ends_rightly(target: Target, answer: Generation, config: DecodeConfig) -> b
 
 
 def _describe(greedy: TokenCheck, wrong_ends: int) -> Check:
-    right = not greedy.wrong_answers and not wrong_ends
+    right = greedy.is_right and not wrong_ends
     return {
         "outcome": INCONCLUSIVE if greedy.num_answers == 0 else PASS if right else FAIL,
         "reason": "no_answers" if greedy.num_answers == 0 else None,
@@ -112,7 +133,12 @@ def _describe(greedy: TokenCheck, wrong_ends: int) -> Check:
         "wrong_tokens": len(greedy.wrong_tokens),
         "first_wrong_tokens": [each._asdict() for each in greedy.wrong_tokens[:SHOWN]],
         "wrong_ends": wrong_ends,
-        "largest_gap_in_tolerances": greedy.largest_gap_in_tolerances,
+        "differing_answers": len(greedy.divergences),
+        "largest_gap": greedy.largest_gap,
+        "largest_gap_in_roundings": greedy.largest_gap_in_roundings,
+        "tolerance": greedy.tolerance,
+        "off_share": greedy.off_share,
+        "p_value": greedy.p_value,
     }
 
 

@@ -8,6 +8,7 @@ comparison paired. Below `MIN_CLUSTERS` clusters there is no interval.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ Floats = NDArray[np.float64]
 Column = Sequence[float] | Floats  # [clusters]
 LEVEL = 0.95
 POWER = 0.8  # of the test that finds a detectable effect
+EXACT_FLIPS, NUM_FLIPS = 12, 20_000  # of signs, in `sign_flip_p_value`
+TINY = 1e-12  # of a sum: its rounding error
 MIN_CLUSTERS = 3  # by which an interval holds the truth as often as it says (tests/eval/test_stats.py)
 
 
@@ -115,6 +118,23 @@ def g_test(counts: Sequence[int], probabilities: Sequence[float]) -> GTest:
     statistic = 2 * float((counts_C[seen] * np.log(counts_C[seen] / (total * probabilities_C[seen]))).sum())
     statistic /= 1 + float((1 / probabilities_C).sum() - 1) / (6 * float(total) * degrees)
     return GTest(statistic, degrees, float(chdtrc(degrees, max(statistic, 0.0))))
+
+
+def sign_flip_p_value(differences: Column) -> float:
+    """Return the chance that paired differences sum to as much as these, or more, were each as likely of the other sign.
+
+    Exact up to `EXACT_FLIPS` differences that are not 0 (Fisher's randomisation test, The Design of Experiments, 1935, section
+    21), else by `NUM_FLIPS` drawn sets of signs, of which the observed one is one more.
+    """
+    own_D = np.asarray(differences, np.float64)
+    own_D = own_D[own_D != 0]
+    if len(own_D) <= EXACT_FLIPS:
+        flips_SD = np.array(list(itertools.product((1.0, -1.0), repeat=len(own_D))))
+        return float((flips_SD @ own_D >= own_D.sum() - TINY * np.abs(own_D).sum()).mean())
+    generator = np.random.default_rng(0)
+    flips = (generator.choice((1.0, -1.0), (1000, len(own_D))) for _ in range(NUM_FLIPS // 1000))
+    as_large = sum(int((flips_SD @ own_D >= own_D.sum() - TINY * np.abs(own_D).sum()).sum()) for flips_SD in flips)
+    return (1 + as_large) / (1 + NUM_FLIPS)
 
 
 # --- detectable effects -------------------------------------------------------------------------------------------

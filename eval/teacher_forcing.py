@@ -1,19 +1,19 @@
-"""Is every token of a greedy answer the target's choice? Each answer is read once more, whole, by a wider copy of the target.
+"""Is every token of a greedy answer the target's choice? Each answer is read once more, whole, by the target in a wider dtype.
 
-After the text before it a token must have the largest logit, up to the rounding of the dtype that decoded. How much that is, is
-measured at the same positions: the target reads the answer in its own dtype too, and how far a likely token's distance from the
-likeliest one differs between the two readings is the rounding error. Both are plain forwards by transformers over the whole
-text, not the decoder's over a few tokens, so that a mistake of its cache or of its forward cannot pass for rounding. The
-decoder's kernels are other ones with errors of that size, so that a token may lie some multiple of it below the largest.
-T tokens of the answer, P of them at a time, C candidates, D width, V vocabulary.
+After the text before it a token should have the largest logit; a token with a smaller one has a gap. Rounding makes gaps where
+two tokens nearly tie, in plain decoding as in speculative. How large rounding is, is measured at the same positions: the target
+reads the answer in its own dtype, too, and the logits of likely tokens, less that of the likeliest, differ between the two
+readings. In multiples of that error no gap may be larger than rounding explains, and the gaps of a mode's answers may not sum
+to more than those of plain decoding's, which are the control. Both readings are plain forwards by transformers over the whole
+text, so that a mistake of the decoder's cache or of its forward cannot pass for rounding.
+T tokens of an answer, P of them at a time, C candidates, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
-import copy
-import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -21,26 +21,25 @@ import torch
 from torch import Tensor, nn
 
 from configs.runtime.terminal import progress
-from eval.decoder.records import Generation
-from heads.device import CPU, free_memory, widest_float
+from eval.decoder.records import AUTOREGRESSIVE, Generation
+from eval.stats import Floats, sign_flip_p_value
+from heads.device import widest_float
+from heads.frozen.hidden_states import blocks
 from heads.frozen.loading import Target, load_target
 from heads.frozen.media import MediaPrompt
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache, read_documents
 from heads.inference.kv_cache import LAYERS
 
-log = logging.getLogger("draftsmith")
-
 KVCache = Literal["int8"] | None
 COMPARED_TOKENS = 32  # the likeliest ones, whose logits' rounding error is measured
-USUAL = 0.9  # the quantile of all positions' errors that any position may have: at one by itself a forward may round little
 AT_ONCE = 128  # positions whose logits live at one time
-MIN_TOLERANCE = 1e-30  # tolerance to divide by
-FILLED = 0.9  # of the free memory, by the copy; what it computes takes some too
+OVER_PLAIN = 1.25  # times plain decoding's largest gap is allowed as well
+FALSE_ALARMS = 0.01  # the share of sound decoders that the comparison with plain decoding refuses
 NO_TIE = float(torch.finfo(torch.float32).max)  # the gap reported where no two tokens can be compared; JSON has no infinity
 
 
 class WrongToken(NamedTuple):
-    """A token of a speculative answer that the target would not have chosen."""
+    """A token that the target would not have chosen."""
 
     prompt_id: str
     turn: int
@@ -51,34 +50,36 @@ class WrongToken(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """Where a speculative output first differs from the plain one.
+    """Where an answer first differs from the plain one.
 
-    Where one output ends and the other goes on, both tokens are the longer one's, and the gap is `NO_TIE`.
+    Where one answer ends and the other goes on, both tokens are the longer one's, and the gap is `NO_TIE`.
     """
 
     prompt_id: str
     position: int  # in tokens of the answer, from 0
     plain_token: int
     speculative_token: int
-    logit_gap: float  # of the worse of the two from the target's best after the common prefix, in the wider dtype
-    tie_tolerance: float  # the largest gap that counts as a numerical tie, by the rounding error measured there
+    logit_gap: float  # of the worse of the two tokens below the largest logit after the common text
+    tie_tolerance: float  # the largest gap that counts as a numerical tie
     turn: int = 0
 
     @property
     def is_tie(self) -> bool:
-        """Whether the two tokens' logits are equal up to the rounding of the target's dtype."""
+        """Whether the two tokens' logits are equal up to rounding."""
         return self.logit_gap <= self.tie_tolerance
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenCheck:
-    """What the target says of every token of some speculative answers, and where they leave the plain ones."""
+    """What the target says of every token of some answers, and how that differs from what it says of plain decoding's."""
 
     num_answers: int
     num_tokens: int
-    tolerance: float  # the largest gap that rounding explains, in logits; that of the median token
     largest_gap: float  # of a token's logit from the largest logit there
-    largest_gap_in_tolerances: float  # by the token's own tolerance; above 1 a token is wrong
+    largest_gap_in_roundings: float  # in rounding errors of a logit there
+    tolerance: float  # the most that rounding explains, in the same unit
+    off_share: float  # of tokens with a gap
+    p_value: float  # the chance that a sound decoder's gaps exceed plain decoding's as far as here, or farther
     wrong_tokens: list[WrongToken]
     divergences: list[Divergence]
 
@@ -88,58 +89,71 @@ class TokenCheck:
         wrong = {(each.prompt_id, each.turn) for each in self.wrong_tokens}
         return wrong | {(each.prompt_id, each.turn) for each in self.divergences if not each.is_tie}
 
-
-class _Reading(NamedTuple):
-    """One answer, read twice: float64 on the CPU."""
-
-    gaps_T2: Tensor  # of the answer's own token and of the other one, below the largest logit, in the wider dtype
-    errors_T: Tensor  # the rounding error in the target's dtype
-    largest_T: Tensor  # the largest logit
+    @property
+    def is_right(self) -> bool:
+        """Whether no answer is wrong and the gaps are no more and no larger than plain decoding's."""
+        return not self.wrong_answers and self.p_value > FALSE_ALARMS
 
 
 def check_tokens(
+    target: Target, plain: Sequence[Generation], other: Sequence[Generation], tie_noise: float, kv_cache: KVCache = None
+) -> TokenCheck:
+    """Judge one mode's greedy answers by plain decoding's (`check_modes`)."""
+    return check_modes(target, plain, {"other": other}, tie_noise, kv_cache)["other"]
+
+
+def check_modes(
     target: Target,
     plain: Sequence[Generation],
-    speculative: Sequence[Generation],
+    by_mode: Mapping[str, Sequence[Generation]],
     tie_noise: float,
     kv_cache: KVCache = None,
-) -> TokenCheck:
-    """Judge every token of greedy answers, and find their first differences from plain decoding's.
+) -> dict[str, TokenCheck]:
+    """Judge every token of greedy answers: plain decoding's first, by the name `AUTOREGRESSIVE`, then those of other modes.
 
-    The tolerance is `tie_noise` times the rounding error at a position, or the usual error where that is larger. An int8
-    `kv_cache` of the decoder changes the target's distribution, so the answers are read through one as well.
+    Gaps are in rounding errors at their positions, or in the median position's where that is more. A gap may be `tie_noise`, in
+    plain decoding twice that; or `OVER_PLAIN` times plain decoding's largest, where that is more. The sum of a prompt's gaps is
+    compared with that of its plain answers (`sign_flip_p_value`). An int8 `kv_cache` of the decoder changes the target's
+    distribution, so the answers are read through one as well.
     """
-    pairs = pair_answers(plain, speculative)
-    departures = [_first_difference(one.tokens, other.tokens) for one, other in pairs]
-    exact, found = widened(target), list[_Reading]()
-    with progress("checking the answers' tokens", len(pairs), "answers") as advance:
-        for (one, other), place in zip(pairs, departures, strict=True):
-            others = list(other.tokens)
-            if place is not None and place < min(len(one.tokens), len(other.tokens)):
-                others[place] = one.tokens[place]
-            found.append(_read(target, exact, other, others, kv_cache))
-            advance(1)
-    errors_N = torch.cat([torch.zeros(0).double(), *(each.errors_T for each in found)])
-    usual = float(np.quantile(errors_N.numpy(), USUAL)) if len(errors_N) else 0.0
-    precision = torch.finfo(target.model.dtype).eps
-    wrong, divergences, tolerances = [], [], []
-    for (one, other), place, reading in zip(pairs, departures, found, strict=True):
-        tolerance_T = tie_noise * torch.maximum(reading.errors_T.clamp(min=usual), precision * reading.largest_T.abs())
-        gap_T = reading.gaps_T2[:, 0]
-        for position in torch.nonzero(gap_T > tolerance_T).flatten().tolist():
-            gap, tolerance = float(gap_T[position]), float(tolerance_T[position])
-            wrong.append(WrongToken(other.prompt_id, other.turn, position, other.tokens[position], gap, tolerance))
-        tolerances.append(tolerance_T)
-        if place is not None:
-            divergences.append(_divergence(one, other, place, reading, tolerance_T))
-    none = torch.zeros(0 if len(errors_N) else 1).double()
-    gap_N, tolerance_N = torch.cat([none, *(each.gaps_T2[:, 0] for each in found)]), torch.cat([none, *tolerances])
+    paired = {mode: pair_answers(plain, answers) for mode, answers in by_mode.items()}
+    every = {_key(answer): answer for answer in (*plain, *(other for pairs in paired.values() for _, other in pairs))}
+    readings: dict[Any, Reading] = {}
+    with progress("checking the answers' tokens", 2 * len(every), "readings") as advance:
+        own = {key: _likeliest(target, answer, kv_cache, advance) for key, answer in every.items()}
+        with widened(target) as exact:
+            for key, answer in every.items():
+                readings[key] = _read(exact, answer, own.pop(key), kv_cache)
+                advance(1)
+    usual = _usual_error(target, readings.values())
+    readings = {key: each._replace(error_T=np.maximum(each.error_T, usual)) for key, each in readings.items()}
+    most = 2 * tie_noise
+    checks = {AUTOREGRESSIVE: _check(pair_answers(plain, plain), readings, most)}
+    tolerance = max(tie_noise, OVER_PLAIN * min(checks[AUTOREGRESSIVE].largest_gap_in_roundings, most))
+    return checks | {mode: _check(pairs, readings, tolerance) for mode, pairs in paired.items()}
+
+
+def _check(pairs: Sequence[tuple[Generation, Generation]], readings: Mapping[Any, Reading], tolerance: float) -> TokenCheck:
+    wrong, divergences, excess = [], [], dict[str, float]()
+    for plain, other in pairs:
+        control, own = readings[_key(plain)], readings[_key(other)]
+        for position in np.flatnonzero(own.gap_T > tolerance * own.error_T).tolist():
+            gap, least = float(own.gap_T[position]), tolerance * float(own.error_T[position])
+            wrong.append(WrongToken(other.prompt_id, other.turn, position, other.tokens[position], gap, least))
+        if (place := _first_difference(plain.tokens, other.tokens)) is not None:
+            divergences.append(_divergence(plain, other, place, control, own, tolerance))
+        more = float((own.gap_T / own.error_T).sum() - (control.gap_T / control.error_T).sum())
+        excess[other.prompt_id] = excess.get(other.prompt_id, 0.0) + more
+    others = [readings[_key(other)] for _, other in pairs]
+    gap_N, error_N = (np.concatenate([np.zeros(0), *(each[column] for each in others)]) for column in (0, 1))
     return TokenCheck(
         num_answers=len(pairs),
-        num_tokens=sum(len(other.tokens) for _, other in pairs),
-        tolerance=float(tolerance_N.median()),
-        largest_gap=float(gap_N.max()),
-        largest_gap_in_tolerances=float((gap_N / tolerance_N.clamp(min=MIN_TOLERANCE)).max()),
+        num_tokens=len(gap_N),
+        largest_gap=float(gap_N.max(initial=0.0)),
+        largest_gap_in_roundings=float((gap_N / error_N).max(initial=0.0)),
+        tolerance=tolerance,
+        off_share=float((gap_N > 0).mean()) if len(gap_N) else 0.0,
+        p_value=sign_flip_p_value(list(excess.values())),
         wrong_tokens=wrong,
         divergences=divergences,
     )
@@ -151,81 +165,141 @@ def _first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     return next(differing, None if len(one) == len(other) else min(len(one), len(other)))
 
 
-def _read(target: Target, exact: Target, answer: Generation, others: Sequence[int], kv_cache: KVCache) -> _Reading:
-    """Read an answer in both dtypes; `others` are the tokens beside its own whose gaps are asked for, too."""
-    if not others:
-        return _Reading(torch.zeros(0, 2).double(), *torch.zeros(2, 0).double())
-    text = answer.prompt_tokens, answer.tokens, answer.media_prompt, kv_cache
-    exact_TD = answer_states(exact, *text)
-    own_TD = exact_TD if exact is target else answer_states(target, *text)
-    tokens_T2 = torch.tensor([answer.tokens, others], device=exact_TD.device).T
-    split = zip(own_TD.split(AT_ONCE), exact_TD.split(AT_ONCE), tokens_T2.split(AT_ONCE), strict=True)
-    pieces = [_compare(target, exact, *piece) for piece in split]
-    return _Reading(*(torch.cat(column).cpu().double() for column in zip(*pieces, strict=True)))
+def _divergence(
+    plain: Generation, other: Generation, place: int, control: Reading, own: Reading, tolerance: float
+) -> Divergence:
+    # One may be the beginning of the other: a stop was missed or added, which rounding does not do.
+    longer = max(plain.tokens, other.tokens, key=len)
+    differ = place < min(len(plain.tokens), len(other.tokens))
+    return Divergence(
+        prompt_id=plain.prompt_id,
+        turn=plain.turn,
+        position=place,
+        plain_token=(plain.tokens if differ else longer)[place],
+        speculative_token=(other.tokens if differ else longer)[place],
+        logit_gap=float(max(control.gap_T[place], own.gap_T[place])) if differ else NO_TIE,
+        tie_tolerance=tolerance * float(own.error_T[place]) if differ else 0.0,
+    )
+
+
+# --- readings -------------------------------------------------------------------------------------------------------
+
+
+class Likeliest(NamedTuple):
+    """The target's likeliest tokens before each token of an answer, as it reads them in its own dtype."""
+
+    tokens_TC: Tensor
+    logits_TC: Tensor
+
+
+class Reading(NamedTuple):
+    """One answer as the target reads it in the wider dtype."""
+
+    gap_T: Floats  # of the answer's tokens below the largest logit
+    error_T: (
+        Floats  # the root mean square by which likely tokens' logits, less the likeliest's, differ in the target's own dtype
+    )
+    largest: float  # logit
+
+
+def _key(answer: Generation) -> tuple[str, int, tuple[int, ...], tuple[int, ...]]:
+    return answer.prompt_id, answer.turn, tuple(answer.prompt_tokens), tuple(answer.tokens)
 
 
 @torch.no_grad()
-def _compare(
-    target: Target, exact: Target, own_PD: Tensor, exact_PD: Tensor, tokens_P2: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    exact_PV = head_logits(exact.model, exact_PD)
-    best_PC, tokens_PC = exact_PV.topk(min(COMPARED_TOKENS, exact_PV.shape[1]))
-    own_PC = head_logits(target.model, own_PD).gather(1, tokens_PC.to(own_PD.device)).to(best_PC.device, best_PC.dtype)
-    shift_PC = own_PC - best_PC
-    error_P = (shift_PC - shift_PC[:, :1]).nan_to_num(0.0, 0.0, 0.0).abs().amax(1)  # an overflow excuses nothing
-    gap_P2 = (best_PC[:, :1] - exact_PV.gather(1, tokens_P2)).nan_to_num(NO_TIE, NO_TIE)
-    return gap_P2, error_P, best_PC[:, 0].nan_to_num(0.0, 0.0)
+def _likeliest(target: Target, answer: Generation, kv_cache: KVCache, advance: Callable[[int], None]) -> Likeliest | None:
+    advance(1)
+    if not answer.tokens:
+        return None
+    states_TD = answer_states(target, answer.prompt_tokens, answer.tokens, answer.media_prompt, kv_cache)
+    pieces = [head_logits(target.model, states_PD) for states_PD in states_TD.split(AT_ONCE)]
+    best = [piece_PV.topk(min(COMPARED_TOKENS, piece_PV.shape[1])) for piece_PV in pieces]
+    return Likeliest(torch.cat([each.indices for each in best]), torch.cat([each.values for each in best]))
 
 
-def _divergence(one: Generation, other: Generation, place: int, reading: _Reading, tolerance_T: Tensor) -> Divergence:
-    # One may be the beginning of the other: a stop was missed or added, which rounding does not do.
-    longer = max(one.tokens, other.tokens, key=len)
-    differ = place < min(len(one.tokens), len(other.tokens))
-    return Divergence(
-        prompt_id=one.prompt_id,
-        turn=one.turn,
-        position=place,
-        plain_token=(one.tokens if differ else longer)[place],
-        speculative_token=(other.tokens if differ else longer)[place],
-        logit_gap=float(reading.gaps_T2[place].max()) if differ else NO_TIE,
-        tie_tolerance=float(tolerance_T[place]) if differ else 0.0,
-    )
+@torch.no_grad()
+def _read(exact: Target, answer: Generation, own: Likeliest | None, kv_cache: KVCache) -> Reading:
+    if own is None:
+        return Reading(np.zeros(0), np.zeros(0), 0.0)
+    states_TD = answer_states(exact, answer.prompt_tokens, answer.tokens, answer.media_prompt, kv_cache)
+    tokens_T1 = torch.tensor(answer.tokens, device=states_TD.device).unsqueeze(1)
+    gaps, errors, largest = [], [], 0.0
+    split = zip(*(each.split(AT_ONCE) for each in (states_TD, tokens_T1, *own)), strict=True)
+    for states_PD, tokens_P1, tokens_PC, own_PC in split:
+        logits_PV = head_logits(exact.model, states_PD)
+        best_P = logits_PV.amax(-1)
+        gaps.append((best_P - logits_PV.gather(1, tokens_P1).squeeze(1)).nan_to_num(NO_TIE, NO_TIE))
+        shift_PC = own_PC.to(logits_PV) - logits_PV.gather(1, tokens_PC.to(logits_PV.device))
+        shift_PC = (shift_PC - shift_PC[:, :1])[:, 1:].nan_to_num(0.0, 0.0, 0.0)  # an overflow excuses nothing
+        errors.append(shift_PC.square().mean(1).sqrt())
+        largest = max(largest, float(best_P.nan_to_num(0.0, 0.0).abs().max()))
+    gap_T, error_T = (torch.cat(each).double().cpu().numpy() for each in (gaps, errors))
+    return Reading(gap_T, error_T, largest)
 
 
-# --- the wider copy -------------------------------------------------------------------------------------------------
+def _usual_error(target: Target, readings: Collection[Reading]) -> float:
+    """Return the median rounding error, or that of the dtype where the two readings do not differ."""
+    error_N = np.concatenate([np.zeros(0), *(each.error_T for each in readings)])
+    measured = float(np.median(error_N)) if len(error_N) else 0.0
+    return measured or torch.finfo(target.model.dtype).eps * max([1.0, *(each.largest for each in readings)])
 
 
-def widened(target: Target) -> Target:
-    """Return the target in float32 where it is in 16 bits, in float64 where it is in float32; itself in float64."""
+# --- the target in a wider dtype ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def widened(target: Target) -> Iterator[Target]:
+    """Let the target run in float32 where it is in 16 bits, in float64 where it is in float32 and the device has float64.
+
+    What stands outside the blocks is converted at once, a block's weights while it runs, so that it takes the memory of one
+    block. A target that is spread is loaded anew.
+    """
     dtype = target.model.dtype
-    wider = torch.float32 if dtype in (torch.bfloat16, torch.float16) else torch.float64
+    wider = torch.float32 if dtype in (torch.bfloat16, torch.float16) else widest_float(target.device)
     if dtype == wider:
-        return target
-    if target.spread_by is not None:
-        return load_target(target.spread_by.model_copy(update={"dtype": str(wider).removeprefix("torch.")}))
-    home = home_of_copy(target, wider)
-    # Each weight is copied straight to where it goes: a whole copy in the old dtype would take half as much again beside it.
-    weights = [each for each in target.model.parameters() if each.is_floating_point()]
-    copies: dict[int, Any] = {id(each): nn.Parameter(each.detach().to(home, wider, copy=True), False) for each in weights}
-    copied = copy.deepcopy(target.model, copies)
-    nn.Module.to(copied, device=home, dtype=wider)  # transformers wraps `to` in a way that type checkers cannot follow
-    media = None if target.media is None else replace(target.media, model=copied)
-    return replace(target, model=copied, media=media)
+        yield target
+    elif target.spread_by is not None:
+        yield load_target(target.spread_by.model_copy(update={"dtype": str(wider).removeprefix("torch.")}))
+    else:
+        layers = blocks(target.model)
+        within = {id(each) for each in _floats(layers)}
+        with ExitStack() as stack:
+            stack.enter_context(_converted([each for each in _floats(target.model) if id(each) not in within], wider))
+            for layer in layers:
+                stack.enter_context(_converted_while_it_runs(layer, wider))
+            yield target
 
 
-def home_of_copy(target: Target, dtype: torch.dtype) -> torch.device:
-    """Return the target's device, or the CPU where that has no room for a copy in `dtype` or no such dtype."""
-    needed, free = sum(each.numel() for each in target.model.parameters()) * dtype.itemsize, free_memory(target.device)
-    if dtype == torch.float64 and widest_float(target.device) != dtype:
-        return CPU
-    if free is None or needed <= FILLED * free:
-        return target.device
-    log.warning(
-        "losslessness is checked with a copy of the target in %s, %.1f GB, and %s has %.1f GB free: the copy runs on the CPU, "
-        "which may take long",
-        *(str(dtype).removeprefix("torch."), needed / 1e9, target.device, free / 1e9),
-    )
-    return CPU
+def _floats(module: nn.Module) -> list[Tensor]:
+    return [each for each in (*module.parameters(), *module.buffers()) if each.is_floating_point()]
+
+
+@contextmanager
+def _converted(tensors: Sequence[Tensor], dtype: torch.dtype) -> Iterator[None]:
+    """Hold these tensors' values in another dtype; the old ones come back, as they were, at the end."""
+    before = [each.data for each in tensors]
+    try:
+        for each in tensors:
+            each.data = each.data.to(dtype)
+        yield
+    finally:
+        for each, data in zip(tensors, before, strict=True):
+            each.data = data
+
+
+@contextmanager
+def _converted_while_it_runs(layer: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    running = ExitStack()
+    hooks = [
+        layer.register_forward_pre_hook(lambda *_: running.enter_context(_converted(_floats(layer), dtype)) and None),
+        layer.register_forward_hook(lambda *_: running.close(), always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        running.close()
+        for hook in hooks:
+            hook.remove()
 
 
 # --- answers read whole ---------------------------------------------------------------------------------------------

@@ -68,9 +68,9 @@ class SuiteConfig(Settings):
 class LosslessConfig(Settings):
     """How far a greedy token may lie below the target's likeliest, and how samples are tested."""
 
-    # The largest distance of a token's logit from the largest one, in multiples of the rounding error measured there, or of the
-    # usual one, where that is larger
-    tie_noise: Annotated[float, Field(ge=0, le=10)] = 2.0
+    # How far a token's logit may lie below the largest, in rounding errors of a logit at its position
+    tie_noise: Annotated[float, Field(ge=0, le=20)] = 4.5
+    num_answers: PositiveInt = 256  # that are read, of each mode; of more, evenly chosen ones
     # At temperature > 0: samples of one text whose first tokens are counted and tested against their exact probabilities. 0: no
     # test. 10 s of one core with SmolLM2-135M.
     first_token_samples: NonNegativeInt = 512

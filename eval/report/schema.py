@@ -124,16 +124,22 @@ class LosslessSection(OpenSection):
     """Whether speculative decoding changed the answers; see `eval.lossless`."""
 
     verdict: LosslessVerdict
-    """Whether speculation changed the output. A copy of the target in a wider dtype reads every greedy answer once more: no
-    token's logit may lie further below the largest than rounding explains. Up to ties: some answers also differ from plain
-    decoding's, at near ties. Sampled answers: a statistical test against the target's distribution must not fail, and must be
-    able to show a difference that matters. Lossy by design: the rule changes the distribution."""
+    """Whether speculation changed the output. The target in a wider dtype reads every greedy answer once more, those of plain
+    decoding as well: no token's logit may lie further below the largest than plain decoding's do, up to rounding, nor may the
+    tokens of all answers together. Up to ties: some answers also differ from plain decoding's, at near ties. Sampled answers: a
+    statistical test against the target's distribution must not fail, and must be able to show a difference that matters. Lossy
+    by design: the rule changes the distribution."""
     checked_prompts: Count
     checked_tokens: Count | None = None  # of greedy answers
-    tolerance: Number = None
-    """How far a token's logit may lie below the largest, at the median token: `tie_noise` times the difference between the
-    target's logits in the decoding dtype and in the wider one."""
     largest_gap: Number = None  # of all checked tokens, in logits
+    largest_gap_in_roundings: Number = None
+    """The same in rounding errors: the root mean square by which the logits of likely tokens, less that of the likeliest,
+    differ at a position between the target's own dtype and the wider one."""
+    tolerance: Number = None  # the most that rounding explains, in rounding errors
+    off_share: Number = None
+    """The share of tokens that are not the likeliest one by the reading in the wider dtype."""
+    plain_largest_gap_in_roundings: Number = None
+    plain_off_share: Number = None
     divergences: list[DivergenceSection]  # the first of each differing answer
     checks: dict[str, dict[str, Any]] = {}
     failed_checks: list[str] = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from eval.report.schema import (
     ClosedSection,
@@ -138,10 +139,8 @@ def exactness(report: Report) -> str:
 
 
 def _greedy_exactness(section: LosslessSection) -> str:
-    greedy, found = section.checks.get("greedy", {}), []
     if section.verdict == "not_lossless":
-        counts = {"tokens are not the target's choice": "wrong_tokens", "answers end in the wrong place": "wrong_ends"}
-        found = [f"{greedy[name]:,} {what}" for what, name in counts.items() if greedy.get(name)]
+        found = [_greedy_mistakes(name, section.checks[name]) for name in section.failed_checks]
     else:
         found = [f"every one of {section.checked_tokens or 0:,} tokens is the target's choice within rounding"]
     differing = len(section.divergences)
@@ -150,6 +149,16 @@ def _greedy_exactness(section: LosslessSection) -> str:
         f"{differing or 'none'} of {section.checked_prompts} answers differ{'s' * (differing < 2)} from plain decoding's"
     )
     return "; ".join(found) + ties
+
+
+def _greedy_mistakes(name: str, check: Mapping[str, Any]) -> str:
+    """Say what is wrong with the greedy answers of one mode, the draft's where the name has none."""
+    counts = {"tokens are not the target's choice": "wrong_tokens", "answers end in the wrong place": "wrong_ends"}
+    found = [f"{check[count]:,} {what}" for what, count in counts.items() if check.get(count)]
+    if not found:
+        found = [f"tokens lie further below the target's likeliest than plain decoding's (p = {check['p_value']:.2g})"]
+    mode = name.removeprefix("greedy").removeprefix("_")
+    return (f"in {mode.replace('_', ' ')}: " if mode else "") + ", ".join(found)
 
 
 def _sampled_exactness(section: LosslessSection) -> str:
@@ -163,9 +172,14 @@ def _sampled_exactness(section: LosslessSection) -> str:
 def lossless_detail(report: Report) -> str:
     """Say what the losslessness check found, and how small a mistake it would have found."""
     section, details = report.lossless, [exactness(report)]
-    if section.largest_gap is not None and section.tolerance is not None:
-        gap, tolerance = (significant(each, 2) for each in (section.largest_gap, section.tolerance))
-        details.append(f"a token lies up to {gap} below the largest logit, and rounding explains {tolerance}")
+    numbers = (section.largest_gap, section.largest_gap_in_roundings, section.tolerance, section.plain_largest_gap_in_roundings)
+    if None not in numbers:
+        gap, own, most, plain = (significant(each or 0.0, 2) for each in numbers)
+        shares = [f"{100 * (each or 0.0):.1f} %" for each in (section.off_share, section.plain_off_share)]
+        details.append(
+            f"a token lies up to {gap} below the largest logit, {own} rounding errors of at most {most}, in plain decoding "
+            f"{plain}; {shares[0]} of tokens are not the likeliest one, in plain decoding {shares[1]}"
+        )
     if (least := section.checks.get("first_tokens", {}).get("detectable_difference")) is not None:
         details.append(f"a total variation of {significant(least, 2)} would show in four of five runs")
     return "; ".join(details)

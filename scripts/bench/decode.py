@@ -26,7 +26,7 @@ from configs.schema.evaluation import LosslessConfig
 from configs.schema.target import TargetConfig
 from distill.dataset.conversations import read_conversations
 from eval.decoder.decode import Request, check_decodable, decode
-from eval.decoder.records import AUTOREGRESSIVE, Generation, Timing
+from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Generation, Timing
 from eval.lossless import NOT_LOSSLESS, judge_lossless
 from eval.speed import compare_speed
 from eval.stats import Interval, paired_ratio_interval, ratio_interval
@@ -213,7 +213,7 @@ def summarise(way: Way, table: Turns) -> dict[str, Any]:
     plain, own = table[way.plain.name], table[way.name]
     # Greedy answers are checked token by token; sampling rules are enumerated in the tests, and their samples not tested here.
     pair = first_answers(plain), first_answers(own)
-    judged = judge_lossless(way.target, *pair, way.settings, LosslessConfig(), None)
+    judged = judge_lossless(way.target, pair[0], {SPECULATIVE: pair[1]}, way.settings, LosslessConfig(), None)
     timings = [turn.result.timing for side in (plain, own) for turns in side for turn in turns if turn.result.timing]
     speed = compare_speed(timings, way.name)
     drafted = [round_.num_drafted for generation in pair[1] for round_ in generation.rounds]

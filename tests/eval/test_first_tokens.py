@@ -166,7 +166,8 @@ def sample_both(target, draft, settings, num_prompts=32):
 
 
 def judge(target, draft, settings=BATCHED, checks=CHECKS, num_prompts=32):
-    return judge_lossless(target, *sample_both(target, draft, settings, num_prompts), settings, checks, draft)
+    plain, drafted = sample_both(target, draft, settings, num_prompts)
+    return judge_lossless(target, plain, {"speculative": drafted}, settings, checks, draft)
 
 
 def test_a_lossless_decoder_is_found_lossless_and_the_section_says_on_what_grounds(target, draft):
@@ -194,7 +195,7 @@ def test_a_test_that_would_miss_what_it_must_show_leaves_the_verdict_open(target
     monkeypatch.setattr(verdict, "check_first_tokens", lambda *_: dict(first))
     for must_show, expected in ((0.099, "inconclusive"), (0.101, "lossless")):
         monkeypatch.setattr(verdict, "MUST_SHOW", must_show)
-        assert judge_lossless(target, [], [], BATCHED, CHECKS, draft)["verdict"] == expected
+        assert judge_lossless(target, [], {"speculative": []}, BATCHED, CHECKS, draft)["verdict"] == expected
 
 
 def test_a_test_that_is_off_is_not_run_and_decides_nothing(target, draft, report):

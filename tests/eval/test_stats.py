@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -15,6 +16,7 @@ from eval.stats import (
     g_test,
     paired_ratio_interval,
     ratio_interval,
+    sign_flip_p_value,
     statistic_interval,
 )
 
@@ -115,6 +117,16 @@ def test_g_raises_false_alarms_as_often_as_its_level_where_cells_expect_five_sam
     counts = generator.multinomial(256, probabilities, size=4000)
     alarms = np.mean([g_test(row, probabilities).p_value <= level for row in counts])
     assert alarms == pytest.approx(level, abs=4 * math.sqrt(level / 4000))
+
+
+def test_a_sign_flip_test_counts_the_signs_that_sum_to_as_much():
+    """1, 2, 4 and a zero: of eight sets of signs, 7 = 1 + 2 + 4 is one; 5 = 4 + 2 - 1 is the second of them."""
+    assert sign_flip_p_value([1, 2, 0, 4]) == 1 / 8
+    assert sign_flip_p_value([-1, 2, 4]) == 2 / 8
+    assert sign_flip_p_value([]) == sign_flip_p_value([0, 0]) == sign_flip_p_value([-1]) == 1
+    many = np.random.default_rng(0).normal(0.5, 1, 14)
+    exact = np.mean([np.dot(signs, many) >= many.sum() - 1e-9 for signs in itertools.product((1, -1), repeat=14)])
+    assert sign_flip_p_value(many) == pytest.approx(exact, rel=0.2)
 
 
 # --- detectable effects -------------------------------------------------------------------------------------------

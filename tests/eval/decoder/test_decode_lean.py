@@ -41,12 +41,12 @@ def test_plain_and_speculative_answers_are_those_by_transformers(targets, tiny_r
 def test_a_wrong_lean_forward_cannot_pass_for_rounding(targets, monkeypatch):
     lean, config = targets[1], DecodeConfig(max_new_tokens=8)
     right, _ = decode(lean, requests_for(PROMPTS), config)
-    assert judge_lossless(lean, right, right, config, LosslessConfig(), None)["verdict"] == "lossless"
+    assert judge_lossless(lean, right, {"speculative": right}, config, LosslessConfig(), None)["verdict"] == "lossless"
     forward = runner_of(lean.model).forward
     logits = forward.logits
     monkeypatch.setattr(forward, "logits", lambda hidden: logits(hidden).roll(1, -1))
     wrong, _ = decode(lean, requests_for(PROMPTS), config)
-    assert judge_lossless(lean, wrong, wrong, config, LosslessConfig(), None)["verdict"] == "not_lossless"
+    assert judge_lossless(lean, wrong, {"speculative": wrong}, config, LosslessConfig(), None)["verdict"] == "not_lossless"
 
 
 def test_a_draft_of_another_family_runs_by_transformers_and_the_report_says_so(targets, tiny_run, tmp_path):

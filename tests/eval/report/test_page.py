@@ -159,14 +159,27 @@ def test_a_greedy_headline_counts_tokens_and_differing_answers(report, verdict, 
     section = {
         "verdict": verdict,
         "checked_tokens": 3412,
-        "tolerance": 0.58,
         "largest_gap": 0.113,
+        "largest_gap_in_roundings": 3.27,
+        "tolerance": 4.5,
+        "off_share": 0.0183,
+        "plain_largest_gap_in_roundings": 2.84,
+        "plain_off_share": 0.021,
         "divergences": [report.lossless.divergences[0].model_dump()] * num_differing,
+        "failed_checks": ["greedy"] if wrong else [],
         "checks": {"greedy": {"wrong_tokens": wrong, "wrong_ends": 0}},
     }
     report = changed(report, {"lossless": section})
     assert all(each in headline(report) for each in words)
-    assert all(each in lossless_detail(report) for each in (*words, "0.11", "0.58"))
+    assert all(each in lossless_detail(report) for each in (*words, "0.11", "3.3", "4.5", "2.8", "1.8 %", "2.1 %"))
+
+
+def test_a_headline_names_the_mode_whose_answers_are_wrong(report):
+    section = {"verdict": "not_lossless", "checked_tokens": 9, "failed_checks": ["greedy", "greedy_prompt_lookup"]}
+    checks = {"greedy": {"p_value": 0.002}, "greedy_prompt_lookup": {"wrong_tokens": 1, "wrong_ends": 2}}
+    said = headline(changed(report, {"lossless": section | {"divergences": [], "checks": checks}}))
+    assert "p = 0.002" in said
+    assert "in prompt lookup: 1 tokens are not" in said
 
 
 def test_the_test_of_samples_is_named_with_its_p_value_and_what_it_lacks(report):

@@ -90,11 +90,11 @@ def test_a_copied_block_runs_by_itself_and_can_be_trained(whole, spread):
 
 
 def test_a_spread_target_is_widened_by_loading_it_anew(whole, spread):
-    wide = widened(spread)
     ids_BT = torch.arange(5, 15).unsqueeze(0)
-    assert wide.model.dtype == torch.float64
-    assert on_meta(wide)[-1]
-    assert torch.equal(wide.model(ids_BT).logits, widened(whole).model(ids_BT).logits)
+    with widened(spread) as wide, widened(whole) as expected:
+        assert wide.model.dtype == torch.float64
+        assert on_meta(wide)[-1]
+        assert torch.equal(wide.model(ids_BT).logits, expected.model(ids_BT).logits)
 
 
 def test_several_processes_are_refused(settings, monkeypatch):
