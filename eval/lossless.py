@@ -29,7 +29,7 @@ from configs.schema.evaluation import LosslessConfig
 from eval.decoder.batch import BatchRun
 from eval.decoder.records import AUTOREGRESSIVE, FAILED, SPECULATIVE, UNDECODED, BatchRow, Generation, Request
 from eval.stats import detectable_variation, g_test
-from eval.teacher_forcing import TokenCheck, answer_logits, check_modes, pair_answers
+from eval.teacher_forcing import TokenCheck, answer_logits, check_modes, pair_answers, read_answers
 from heads.frozen.loading import Target
 from heads.inference.causal_lm import head_logits, read_documents
 from heads.proposers.protocol import Proposer
@@ -61,7 +61,9 @@ def judge_lossless(
     plain, by_mode = _decoded_in_all(plain, by_mode, config.num_answers)
     checks: dict[str, Check] = {}
     if decode_config.temperature == 0:
-        greedy = check_modes(target, plain, by_mode, config.tie_noise, decode_config.kv_cache)
+        every = [*plain, *(answer for answers in by_mode.values() for answer in answers)]
+        readings = read_answers(target, every, decode_config.kv_cache)
+        greedy = check_modes(readings, plain, by_mode, config.tie_noise)
         for mode, answers in ((AUTOREGRESSIVE, plain), *by_mode.items()):
             wrong_ends = sum(not _ends_rightly(target, answer, decode_config) for answer in answers)
             checks["greedy" if mode == SPECULATIVE else f"greedy_{mode}"] = _describe(greedy[mode], wrong_ends)

@@ -31,6 +31,7 @@ from heads.inference.causal_lm import forward_rows, head_logits, new_cache, read
 from heads.inference.kv_cache import LAYERS
 
 KVCache = Literal["int8"] | None
+AnswerKey = tuple[str, int, tuple[int, ...], tuple[int, ...]]  # prompt id, turn, tokens of the prompt and of the answer
 COMPARED_TOKENS = 32  # the likeliest ones, whose logits' rounding error is measured
 AT_ONCE = 128  # positions whose logits live at one time
 OVER_PLAIN = 1.25  # times plain decoding's largest gap is allowed as well
@@ -99,44 +100,30 @@ def check_tokens(
     target: Target, plain: Sequence[Generation], other: Sequence[Generation], tie_noise: float, kv_cache: KVCache = None
 ) -> TokenCheck:
     """Judge one mode's greedy answers by plain decoding's (`check_modes`)."""
-    return check_modes(target, plain, {"other": other}, tie_noise, kv_cache)["other"]
+    return check_modes(read_answers(target, [*plain, *other], kv_cache), plain, {"other": other}, tie_noise)["other"]
 
 
 def check_modes(
-    target: Target,
+    readings: Mapping[AnswerKey, Reading],
     plain: Sequence[Generation],
     by_mode: Mapping[str, Sequence[Generation]],
     tie_noise: float,
-    kv_cache: KVCache = None,
 ) -> dict[str, TokenCheck]:
     """Judge every token of greedy answers: plain decoding's first, by the name `AUTOREGRESSIVE`, then those of other modes.
 
-    Gaps are in rounding errors at their positions, or in the median position's where that is more. A gap may be `tie_noise`, in
-    plain decoding twice that; or `OVER_PLAIN` times plain decoding's largest, where that is more. The sum of a prompt's gaps is
-    compared with that of its plain answers (`sign_flip_p_value`). An int8 `kv_cache` of the decoder changes the target's
-    distribution, so the answers are read through one as well.
+    A gap may be `tie_noise` rounding errors, in plain decoding twice that; or `OVER_PLAIN` times plain decoding's largest,
+    where that is more. The sum of a prompt's gaps is compared with that of its plain answers (`sign_flip_p_value`).
     """
-    paired = {mode: pair_answers(plain, answers) for mode, answers in by_mode.items()}
-    every = {_key(answer): answer for answer in (*plain, *(other for pairs in paired.values() for _, other in pairs))}
-    readings: dict[Any, Reading] = {}
-    with progress("checking the answers' tokens", 2 * len(every), "readings") as advance:
-        own = {key: _likeliest(target, answer, kv_cache, advance) for key, answer in every.items()}
-        with widened(target) as exact:
-            for key, answer in every.items():
-                readings[key] = _read(exact, answer, own.pop(key), kv_cache)
-                advance(1)
-    usual = _usual_error(target, readings.values())
-    readings = {key: each._replace(error_T=np.maximum(each.error_T, usual)) for key, each in readings.items()}
     most = 2 * tie_noise
     checks = {AUTOREGRESSIVE: _check(pair_answers(plain, plain), readings, most)}
     tolerance = max(tie_noise, OVER_PLAIN * min(checks[AUTOREGRESSIVE].largest_gap_in_roundings, most))
-    return checks | {mode: _check(pairs, readings, tolerance) for mode, pairs in paired.items()}
+    return checks | {mode: _check(pair_answers(plain, answers), readings, tolerance) for mode, answers in by_mode.items()}
 
 
 def _check(pairs: Sequence[tuple[Generation, Generation]], readings: Mapping[Any, Reading], tolerance: float) -> TokenCheck:
     wrong, divergences, excess = [], [], dict[str, float]()
     for plain, other in pairs:
-        control, own = readings[_key(plain)], readings[_key(other)]
+        control, own = readings[answer_key(plain)], readings[answer_key(other)]
         for position in np.flatnonzero(own.gap_T > tolerance * own.error_T).tolist():
             gap, least = float(own.gap_T[position]), tolerance * float(own.error_T[position])
             wrong.append(WrongToken(other.prompt_id, other.turn, position, other.tokens[position], gap, least))
@@ -144,7 +131,7 @@ def _check(pairs: Sequence[tuple[Generation, Generation]], readings: Mapping[Any
             divergences.append(_divergence(plain, other, place, control, own, tolerance))
         more = float((own.gap_T / own.error_T).sum() - (control.gap_T / control.error_T).sum())
         excess[other.prompt_id] = excess.get(other.prompt_id, 0.0) + more
-    others = [readings[_key(other)] for _, other in pairs]
+    others = [readings[answer_key(other)] for _, other in pairs]
     gap_N, error_N = (np.concatenate([np.zeros(0), *(each[column] for each in others)]) for column in (0, 1))
     return TokenCheck(
         num_answers=len(pairs),
@@ -185,6 +172,23 @@ def _divergence(
 # --- readings -------------------------------------------------------------------------------------------------------
 
 
+def read_answers(target: Target, answers: Sequence[Generation], kv_cache: KVCache) -> dict[AnswerKey, Reading]:
+    """Read each answer in both dtypes; a rounding error below that of the median position counts as that.
+
+    An int8 `kv_cache` of the decoder changes the target's distribution, so the answers are read through one as well.
+    """
+    every = {answer_key(answer): answer for answer in answers}
+    readings: dict[AnswerKey, Reading] = {}
+    with progress("checking the answers' tokens", 2 * len(every), "readings") as advance:
+        own = {key: _likeliest(target, answer, kv_cache, advance) for key, answer in every.items()}
+        with widened(target) as exact:
+            for key, answer in every.items():
+                readings[key] = _read(exact, answer, own.pop(key), kv_cache)
+                advance(1)
+    usual = _usual_error(target, readings.values())
+    return {key: each._replace(error_T=np.maximum(each.error_T, usual)) for key, each in readings.items()}
+
+
 class Likeliest(NamedTuple):
     """The target's likeliest tokens before each token of an answer, as it reads them in its own dtype."""
 
@@ -202,7 +206,8 @@ class Reading(NamedTuple):
     largest: float  # logit
 
 
-def _key(answer: Generation) -> tuple[str, int, tuple[int, ...], tuple[int, ...]]:
+def answer_key(answer: Generation) -> AnswerKey:
+    """Return by what the reading of an answer is found: equal answers to a request are read once."""
     return answer.prompt_id, answer.turn, tuple(answer.prompt_tokens), tuple(answer.tokens)
 
 

@@ -45,19 +45,23 @@ def write_results(
     config: BaseModel | None = None,
     **extra: Any,
 ) -> None:
-    """Write a results file; `git` in it says whether the tree was a commit's."""
+    """Write a results file; into docs/results only from a commit's clean tree, else beside the runs."""
+    git, path = describe_git(), Path(path)
     value = {
         "name": name,
         "command": shlex.join(["python", *mask_arguments(sys.orig_argv[1:])]),
         "config": None if config is None else mask_secrets(config.model_dump(mode="json")),
         "hardware": describe_hardware(),
         "versions": describe_versions(),
-        "git": describe_git(),
+        "git": git,
         "rows": [flat(row) for row in rows],
         "ratios": flat(ratios),
         **extra,
     }
-    write_json(Path(path), value)
+    if RESULTS in path.resolve().parents and git["dirty"] is not False:
+        path = Path("runs") / path.name
+        log.warning("docs/results is for results of a commit, and this tree is not as it was committed")
+    write_json(path, value)
     log.info("results in %s", path)
 
 

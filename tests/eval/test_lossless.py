@@ -17,7 +17,7 @@ from eval import teacher_forcing
 from eval.decoder.decode import Request, decode
 from eval.decoder.verifier import Verifier
 from eval.lossless import judge_lossless
-from eval.teacher_forcing import Reading, check_modes, check_tokens, widened
+from eval.teacher_forcing import Reading, answer_key, check_modes, check_tokens, read_answers, widened
 from heads.inference.causal_lm import head_logits
 from heads.inference.kv_cache import RowLayer
 from tests.support.decoding import PROMPTS, loaded_draft, requests_for
@@ -151,7 +151,7 @@ def test_gaps_are_in_rounding_errors_at_their_positions_or_at_the_median_one(pla
     wrong = [with_token(plain[0], 11, int(naive_logits(rounded, [*PROMPT, *plain[0].tokens[:11]]).argmin()))]
 
     for tie_noise, expected in ((0.1, max(0.1, 1.25 * min(farthest, 0.2))), (5.0, max(5.0, 1.25 * farthest))):
-        found = check_modes(rounded, plain, {"other": wrong}, tie_noise=tie_noise)
+        found = check_modes(read_answers(rounded, [*plain, *wrong], None), plain, {"other": wrong}, tie_noise=tie_noise)
         assert found["other"].tolerance == pytest.approx(expected, rel=2e-2)
         assert found["other"].divergences[0].tie_tolerance == pytest.approx(expected * max(errors[11], usual), rel=5e-2)
         control = found["autoregressive"]
@@ -206,7 +206,8 @@ def test_noise_of_four_rounding_errors_is_found(rounded, draft, monkeypatch):
 
     monkeypatch.setattr(Verifier, "target_tokens", noisy)
     modes = {"sound": sound, "noisy": decode(rounded, requests, decoding, draft)[0]}
-    found = check_modes(rounded, plain, modes, CHECKS.tie_noise)
+    readings = read_answers(rounded, [*plain, *modes["sound"], *modes["noisy"]], None)
+    found = check_modes(readings, plain, modes, CHECKS.tie_noise)
     assert [found[name].is_right for name in ("autoregressive", "sound", "noisy")] == [True, True, False]
     assert found["sound"].divergences
 
@@ -220,7 +221,7 @@ def test_gaps_that_rounding_explains_one_by_one_are_too_many_together(plain):
         readings = {}
         for answer, share in [*((each, 2) for each in answers), *((each, percent) for each in others)]:
             gap_T = np.abs(generator.normal(size=64)) * (generator.random(64) < share / 100)
-            readings[teacher_forcing._key(answer)] = Reading(gap_T, np.ones(64), 1.0)
+            readings[answer_key(answer)] = Reading(gap_T, np.ones(64), 1.0)
         found = teacher_forcing._check(list(zip(answers, others, strict=True)), readings, tolerance=100.0)
         refused[percent] += not found.is_right
     assert refused[2] <= 4

@@ -16,7 +16,7 @@ from configs.runtime.files import CHECKOUT
 from configs.runtime.loading import load_config
 from configs.schema.data import CacheConfig, DataConfig
 from configs.schema.training import DistillConfig, HeadsConfig
-from scripts.bench import compare_commits, decode, distill, gpu, harness, heads, modalities, serve, tables
+from scripts.bench import compare_commits, decode, distill, gpu, harness, heads, modalities, proof, serve, tables
 from tests.support.caches import conversation
 from train.launch import run_distillation
 
@@ -72,6 +72,21 @@ def test_decode(tiny_run, held_out, tmp_path):
     assert rows["greedy", "chain", "draft_lm"]["tau"] == pytest.approx(rows["greedy", "chain", "draft_lm"]["tau_high"], rel=1)
     assert {"token", "block", "match", "k_seq", "typical", "smc"} <= {rule for rule, _, _ in rows}
     assert all(each["not_ties"] == 0 for each in results["agreement"].values())
+
+
+def test_proof(tiny_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(proof, "NOISE", 3.0)
+    settings = {
+        "target": target_of(tiny_run),
+        "suite": {"path": str(tiny_run / "suite.jsonl")},
+        "num_prompts": 8,
+        "num_draws": 5,
+    }
+    settings |= {"num_simulations": 40, "decode": {"max_new_tokens": 12, "batch_size": 4}}
+    settings["output"] = str(tmp_path / "proof.json")
+    results = results_of(proof.prove, proof.ProofBenchConfig, settings)
+    assert (results["ratios"]["noise_02_found_share"], results["ratios"]["false_alarm_share"]) == (1, 0)
+    assert {"wrong_cache_dtype_found_share", "interval_coverage_8_clusters"} <= results["ratios"].keys()
 
 
 def test_heads_and_the_curve_through_their_sizes(tiny_data, recipe, in_process, tmp_path):
