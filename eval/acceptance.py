@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from eval.decoder.records import AUTOREGRESSIVE, FAILED, SPECULATIVE, Generation, Timing
 from eval.stats import Floats, fields_of, ratio_interval
 
-SAMPLES_A_SIDE = 3  # answers kept whole from either end of the ranking by tokens per target step
 COMPARED = ("overlap", "uncovered")  # by draft, where measured
 # The numbers of the report that divide two columns' sums, and so have an interval over prompts.
 RATIOS = {
@@ -145,7 +144,6 @@ class Tally:
     def __init__(self, num_positions: int, by_mode: Mapping[str, int] | None = None) -> None:
         self.num_positions, self.by_mode = num_positions, dict(by_mode or {})
         self.failed: list[Generation] = []
-        self.samples: list[Generation] = []  # speculative ones, whole
         self.timings: list[Timing] = []
         self.num_resumed = 0  # prompts that an earlier session of the run had measured
         self._acceptance: dict[str, Acceptance] = {}  # by mode
@@ -170,7 +168,6 @@ class Tally:
                 self._category_of[generation.prompt_id] = generation.category
             self._answers.setdefault(generation.mode, []).append(replace(generation, rounds=()))
         self.failed += [generation for generation in generations if generation.stop_reason in FAILED]
-        self._keep_samples([generation for generation in generations if generation.mode == SPECULATIVE])
         self.timings += timings
 
     def num_drafts(self, mode: str) -> int:
@@ -208,12 +205,3 @@ class Tally:
         failed = {(each.prompt_id, each.turn) for each in self.failed}
         lacking = {turn[0] for turn in asked if turn in failed or any(turn not in decoded for decoded in self._turns.values())}
         return {prompt_id for prompt_id, _ in asked} - lacking
-
-    def _keep_samples(self, generations: Sequence[Generation]) -> None:
-        """Keep the answers at both ends of the ranking; which ones does not depend on the order they come in."""
-        ranked = sorted(
-            (each for each in (*self.samples, *generations) if each.rounds),
-            key=lambda each: (each.num_committed / len(each.rounds), each.prompt_id, each.turn),
-        )
-        del ranked[SAMPLES_A_SIDE : max(SAMPLES_A_SIDE, len(ranked) - SAMPLES_A_SIDE)]
-        self.samples = ranked

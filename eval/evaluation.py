@@ -221,7 +221,6 @@ def _describe(config: EvalConfig, loaded: Loaded) -> dict[str, Any]:
         "versions": describe_versions(),
         "git": describe_git(),
         "command": mask_arguments(sys.orig_argv),
-        "decode_tokens": target.spell,
     }
 
 

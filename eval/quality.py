@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -19,29 +19,15 @@ from configs.runtime.errors import InputError
 from configs.schema.evaluation import QualityConfig
 from distill.generation.prompts import Prompt
 from eval.acceptance import Tally
-from eval.decoder.records import AUTOREGRESSIVE, ENDED, FAILED, SPECULATIVE, Generation
+from eval.decoder.records import AUTOREGRESSIVE, FAILED, SPECULATIVE, Generation
 from eval.stats import LEVEL, Floats, fields_of, statistic_interval
 from eval.teacher_forcing import answer_logits, pair_answers
 from heads.frozen.loading import Target
 
 Pair = tuple[Generation, Generation]  # plain, speculative
 
-# A sign that is no subtraction; no digits inside a name (x2); thousands by commas; decimals; a whole denominator.
-NUMBER = r"((?:(?<![\w)])-)?(?<![A-Za-z_\d])(?<!\d\.)(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d+|/[1-9]\d*)?)"
-MARKS = (
-    rf"####[^\d\n]{{0,20}}?{NUMBER}",
-    rf"boxed\{{[^\d\n}}]{{0,20}}?{NUMBER}",
-    rf"\b[Aa][Nn][Ss][Ww][Ee][Rr]\b[^\d\n]{{0,60}}?(?:\bis\b|:|=)[^\d\n]{{0,40}}?{NUMBER}",
-    NUMBER,
-)
+NUMBER = re.compile(r"(?:(?<!\w)-)?\d[\d,]*(?:\.\d+)?")  # a sign that is no subtraction, commas between thousands
 MAX_LENGTH = 100  # characters of a number; a model that repeats digits has not answered
-# What stands in and around a number without changing it, in Markdown, LaTeX and prices.
-REWRITES = (
-    (r"[−–](?=[$€£]?\d)", "-"),
-    (r"\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2"),
-    (r"\{,\}", ","),
-    (r"\\[,!;]|(?<!\d)\*\*|\*\*(?!\d)|[$€£\\]", ""),
-)
 
 
 def check_references(config: QualityConfig | None, prompts: Sequence[Prompt]) -> None:
@@ -66,7 +52,7 @@ def judge_quality(
         "num_answers": len(complete),
         "num_identical": sum(plain.tokens == speculative.tokens for plain, speculative in complete),
         "num_failed": len(pairs) - len(complete),
-        "num_cut": sum(any(answer.stop_reason not in ENDED for answer in pair) for pair in complete),
+        "num_cut": sum(any(answer.stop_reason != "eos" for answer in pair) for pair in complete),
         "perplexity": compare_perplexity(target, complete) if asked.perplexity and complete else None,
         "exact_match": compare_exact_match(target, complete, references) if asked.exact_match and complete else None,
     }
@@ -89,7 +75,7 @@ def compare_perplexity(target: Target, pairs: Sequence[Pair]) -> dict[str, Any]:
 
 
 def compare_exact_match(target: Target, pairs: Sequence[Pair], references: Mapping[str, str | None]) -> dict[str, Any]:
-    """Return the share of answers that end in the reference's number, in both modes; every answer weighs the same."""
+    """Return the share of answers whose last number is the reference's, in both modes; every answer weighs the same."""
 
     def score(answer: Generation) -> float:
         text = target.tokenizer.decode(list(answer.tokens), skip_special_tokens=True)
@@ -141,19 +127,7 @@ def unseen_change(num_prompts: int, level: float = LEVEL) -> list[float]:
     return [-bound, bound]
 
 
-def final_number(text: str) -> Fraction | None:
-    """Return the result that a text states, or `None` where it holds no number.
-
-    The clearest mark counts: `#### 42`, then `\\boxed{42}`, then `the answer is 42`, then the last number of the text; of
-    several marks of one kind the last. Numbers are compared by value: 18, 18.00, $18 and 36/2 are equal; units and percent
-    signs are ignored. Mixed numbers (1 3/4), powers of ten (1e3), numbers in words and expressions are not understood.
-    """
-    for pattern, replacement in REWRITES:
-        text = re.sub(pattern, replacement, text)
-    for mark in MARKS:
-        if found := re.findall(mark, text):
-            if len(found[-1]) > MAX_LENGTH:
-                return None
-            whole, _, denominator = found[-1].replace(",", "").partition("/")
-            return Fraction(whole) / int(denominator or 1)
-    return None
+def final_number(text: str) -> Decimal | None:
+    """Return the last number of a text, as GSM8K is commonly scored, by its value: 18 is 18.00; `None` where there is none."""
+    found = NUMBER.findall(text)
+    return Decimal(found[-1].replace(",", "")) if found and len(found[-1]) <= MAX_LENGTH else None

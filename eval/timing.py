@@ -41,7 +41,7 @@ def sweep_rounds(
     def run(drafts: int, batch: Sequence[Request]) -> tuple[float, int, int]:
         """Return the seconds of decoding, its rounds, and the most drafts of one."""
         sizes = {"num_speculative_tokens": drafts, "batch_size": len(batch), "max_new_tokens": SWEPT_TOKENS}
-        settings = decode.model_copy(update={**sizes, "stop": None})
+        settings = decode.model_copy(update=sizes)
         generations, timing = decode_batch(target, batch, settings, proposer)
         rounds = max((each.rounds for each in generations), key=len)
         return timing.decode_seconds, len(rounds), max((len(each.drafted) for each in rounds), default=0)

@@ -149,8 +149,6 @@ class DecodeConfig(SamplingConfig):
     max_new_tokens: PositiveInt = 128  # longer answers are cut off
     batch_size: PositiveInt = 1  # prompts decoded together
     seed: NonNegativeInt = 0  # of sampling
-    # Strings in the answer's text that end it with the token that completes the first of them; None: only ends of text do.
-    stop: list[str] | None = None
     # int8: the target keeps keys and values in 8 bits, for half the memory, which changes its distribution a little, also in
     # plain decoding; None: in its dtype
     kv_cache: Literal["int8"] | None = None
@@ -183,11 +181,6 @@ class DecodeConfig(SamplingConfig):
             yield from self._objections_to_tree(self.tree)
         if self.lossy is not None:
             yield from self._objections_to_lossy(self.lossy)
-        if self.stop is not None and not (self.stop and all(self.stop)):
-            yield f"stop must hold strings of one character or more, got {self.stop}; null is for none"
-        for stop in self.stop or []:
-            if "\ufffd" in stop:
-                yield f"stop: {stop!r} holds U+FFFD, as which every unfinished character is shown; leave it out"
 
     def _objections_to_tree(self, tree: StaticTree | DynamicTree) -> Iterator[str]:
         if not isinstance(tree, DynamicTree) and tree.depth > self.num_speculative_tokens:

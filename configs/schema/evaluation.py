@@ -26,7 +26,7 @@ class QualityConfig(Settings):
     """Score plain and speculative answers to the same prompts, and compare them prompt by prompt."""
 
     perplexity: bool = True  # of the answers, under the target's own distribution at temperature 1
-    # gsm8k: the last number of an answer, or the one it marks as final, equals the reference's. Every prompt needs a reference.
+    # gsm8k: the last number of an answer equals that of the reference, which every prompt needs
     exact_match: Literal["gsm8k"] | None = None
 
     def objections(self) -> Iterator[str]:

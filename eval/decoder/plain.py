@@ -6,7 +6,7 @@ replaced by a token from the residual, norm((p - q)+); where all stay the target
 the text then follows p; at temperature 0 both distributions are one-hot, and the text is the target's greedy one.
 
 Nothing imports this: it says what the decoder of this package does, which tests hold to it token by token. That one has
-batches, caches that roll back, trees, other rules, stop strings and a record of every round, and reads each token once.
+batches, caches that roll back, trees, other rules and a record of every round, and reads each token once.
 G drafts, V vocabulary.
 """
 

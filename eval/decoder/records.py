@@ -6,15 +6,13 @@ on disk.
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from configs.schema.decoding import DecodeConfig
 from heads.device import has_timed_events, synchronize, timed_event
@@ -22,19 +20,17 @@ from heads.frozen.loading import Target
 from heads.frozen.media import MediaPrompt
 from heads.sampling.draws import request_number
 
-# stop: a stop string is complete; context: the target's context is full;
+# context: the target's context is full;
 # non_finite: target or draft computed NaN or infinity; error: decoding raised, e.g. out of memory;
 # no_room_in_context: a later turn with all before it, or one before that, does not fit; after_a_failed_turn: a turn before it
 # has no answer.
-StopReason = Literal["eos", "stop", "length", "context", "non_finite", "error", "no_room_in_context", "after_a_failed_turn"]
+StopReason = Literal["eos", "length", "context", "non_finite", "error", "no_room_in_context", "after_a_failed_turn"]
 UNDECODED = frozenset(("error", "no_room_in_context", "after_a_failed_turn"))  # such a generation has no tokens
 FAILED = UNDECODED | {"non_finite"}
-ENDED = frozenset(("eos", "stop"))  # by what was written, not by a limit
 AUTOREGRESSIVE = "autoregressive"
 SPECULATIVE = "speculative"
 PHASES = ("prefill", "decode", "draft", "verify", "sample")  # that a clock tells apart
 WITH_LOOKUP = "with_lookup"  # speculative decoding by suffix lookup or else by the same draft, round by round
-MARGIN = 8  # characters of a tail before those that may belong to a stop string
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,11 +198,9 @@ class BatchRow:
     tokens: list[int] = field(init=False)
     rounds: list[Round] = field(default_factory=list)
     stop_reason: StopReason | None = None
-    stops: StopStrings | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.tokens)
-        self.stops = StopStrings(self.target.tokenizer, self.config.stop) if self.config.stop else None
 
     @property
     def num_answered(self) -> int:
@@ -230,9 +224,6 @@ class BatchRow:
             self.tokens.append(token)
             if token in self.target.eos_token_ids:
                 self.stop_reason = "eos"
-            elif self.stops is not None and self.stops.completes(token):
-                self.stop_reason = "stop"
-            if self.stop_reason is not None:
                 return tokens[:place]
         if self.stop_reason is None and self.num_answered >= self.config.max_new_tokens:
             self.stop_reason = "length"
@@ -244,7 +235,6 @@ class BatchRow:
         """Return an independent copy."""
         other = BatchRow(self.request, self.target, self.config)
         other.tokens, other.rounds, other.stop_reason = list(self.tokens), list(self.rounds), self.stop_reason
-        other.stops = copy.deepcopy(self.stops, {id(self.target.tokenizer): self.target.tokenizer})
         return other
 
     def to_generation(self, mode: str) -> Generation:
@@ -252,37 +242,3 @@ class BatchRow:
         if self.stop_reason is None:
             raise RuntimeError(f"prompt {self.request.prompt_id} left the decoder without a reason")
         return self.request.answered(mode, self.stop_reason, tuple(self.tokens[len(self.request.tokens) :]), tuple(self.rounds))
-
-
-class StopStrings:
-    """The search for stop strings in one answer, token by token: where it ends does not depend on the rounds.
-
-    Only a tail of the text is decoded, long enough for the longest string and for what tokenizers do differently at the
-    beginning of a text: drop a space, or show the rest of a character whose first bytes lie before it. An incomplete character
-    decodes to U+FFFD, which no stop string may hold (`configs.schema.decoding.DecodeConfig`). Special tokens count as their
-    text. A string that begins in the prompt is not found.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> None:
-        self.tokenizer, self.stops = tokenizer, stops
-        self._enough = max(map(len, stops)) + MARGIN
-        self._tail: list[int] = []  # the last tokens of the answer, all of it while that is short
-        self._kept = self._enough  # how many of them stay when there are twice as many
-
-    def completes(self, token: int) -> bool:
-        """Add the answer's next token; return whether the text then holds one of the strings."""
-        self._tail.append(token)
-        text = self._text(self._tail)
-        if any(stop in text for stop in self.stops):
-            return True
-        if len(self._tail) > 2 * self._kept:
-            # Drop the front, unless too little text would stay: tokens may decode to no text at all.
-            shorter = self._tail[-self._kept :]
-            if len(self._text(shorter)) >= self._enough:
-                self._tail = shorter
-            else:
-                self._kept = len(self._tail)
-        return False
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))

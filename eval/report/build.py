@@ -9,28 +9,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from eval.acceptance import SAMPLES_A_SIDE, Tally
+from eval.acceptance import Tally
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP
 from eval.measure.suite import Suite
-from eval.report.samples import Decode, pick_samples
 from eval.report.schema import SCHEMA_VERSION, Report, parse_report
 from eval.speed import compare_speed, summarise_advantage, summarise_speed, timings_within
 from eval.stats import detectable_percent
 
 
-def build_report(*, suites: Sequence[tuple[Suite, Tally]], decode_tokens: Decode, **sections: Any) -> Report:
+def build_report(*, suites: Sequence[tuple[Suite, Tally]], **sections: Any) -> Report:
     """Compute the report of one or several suites and what was decoded of each, the first being the one that it leads with.
 
     Answers may be missing, and the report says so. The other sections (target, draft, decode, losslessness, hardware, versions,
     git, command, warnings; quality, energy) are kept as they are given.
     """
     (first, records), *others = suites
-    texts = {(prompt.prompt_id, turn): text for prompt in first.prompts for turn, text in enumerate(prompt.turns)}
     values = {
         "schema_version": SCHEMA_VERSION,
         **_suite(first, records),
         "suites": {suite.name: _suite(suite, own) for suite, own in others},
-        "samples": pick_samples(records.samples, texts, decode_tokens, SAMPLES_A_SIDE),
     }
     return parse_report({"git": None, "command": None, "warnings": []} | sections | values, "the report just built")
 

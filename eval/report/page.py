@@ -62,7 +62,6 @@ def render_html(report: Report) -> str:
         cards=_cards(report),
         tables=report_tables(report),
         figures={"By draft position": Markup(draw_positions(report))},
-        samples=[each for pair in zip(report.samples["worst"], report.samples["best"], strict=True) for each in pair],
         facts={name: list(flat_facts(value)) for name, value in _descriptions(report).items()},
         footer=f"schema version {report.schema_version}",
     )

@@ -1,8 +1,8 @@
-"""Answers of a report in pieces of text, by who wrote them: the draft's accepted tokens, its rejected ones, the target's."""
+"""Answers in pieces of text, by who wrote them: the draft's accepted tokens, its rejected ones, the target's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from eval.decoder.records import Generation
@@ -11,36 +11,15 @@ Decode = Callable[[Sequence[int]], str]  # token ids -> text, special tokens inc
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer gives for the first bytes of an unfinished character
 
 
-def pick_samples(
-    generations: Sequence[Generation], texts: Mapping[tuple[str, int], str], decode_tokens: Decode, a_side: int
-) -> dict[str, list[dict[str, Any]]]:
-    """Return `a_side` answers with the fewest and the most tokens per target step, token by token; the outermost come first.
-
-    `texts` are what the user said, by prompt id and turn; later turns, counted from 1, are named with the prompt's id.
-    """
-    ranked = sorted((generation for generation in generations if generation.rounds), key=tau_of)
-    count = min(a_side, len(ranked) // 2)
-    return {
-        side: [spell_sample(each, texts[each.prompt_id, each.turn], decode_tokens) for each in chosen]
-        for side, chosen in (("worst", ranked[:count]), ("best", ranked[::-1][:count]))
-    }
-
-
 def spell_sample(generation: Generation, prompt: str, decode_tokens: Decode) -> dict[str, Any]:
-    """Return an answer that has rounds, and the prompt's text, as the values of an `eval.report.schema.AnswerSample`."""
-    name, turn = generation.prompt_id, generation.turn
+    """Return an answer that has rounds, and the prompt's text, as JSON values."""
     return {
-        "prompt_id": f"{name}, turn {turn + 1}" if turn else name,
+        "prompt_id": generation.prompt_id,
         "category": generation.category,
         "prompt": prompt,
-        "tokens_per_target_step": tau_of(generation),
+        "tokens_per_target_step": generation.num_committed / len(generation.rounds),
         "pieces": spell_pieces(generation, decode_tokens),
     }
-
-
-def tau_of(generation: Generation) -> float:
-    """Return an answer's tokens per target step."""
-    return generation.num_committed / len(generation.rounds)
 
 
 def spell_pieces(generation: Generation, decode_tokens: Decode) -> list[dict[str, str]]:

@@ -296,7 +296,7 @@ class QualitySection(ClosedSection):
     """exp of the mean negative log-probability that the target gives the tokens of all answers, at temperature 1 and without
     top-k or top-p. The change is speculative over plain."""
     exact_match: ExactMatchSection | None
-    """The share of answers that end in the reference's number. The change is speculative minus plain, prompt by prompt. Where
+    """The share of answers whose last number is the reference's. The change is speculative minus plain, prompt by prompt. Where
     no answer changed, its interval is that of a share of which none was seen."""
 
 
@@ -348,19 +348,6 @@ class SuiteSection(ClosedSection):
     A ratio is its number over the draft's alone."""
 
 
-class AnswerSpan(ClosedSection):
-    kind: Literal["prefill", "accepted", "rejected", "target"]
-    text: str
-
-
-class AnswerSample(ClosedSection):
-    prompt_id: str
-    category: str
-    prompt: str
-    tokens_per_target_step: float
-    pieces: list[AnswerSpan]
-
-
 class Report(SuiteSection):
     schema_version: Literal[1]
     warnings: list[str]
@@ -377,7 +364,6 @@ class Report(SuiteSection):
     lossless: LosslessSection
     quality: QualitySection | None = None  # None: not asked for
     energy: EnergySection | None = None
-    samples: dict[Literal["worst", "best"], list[AnswerSample]]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values: the fields that were given, and no defaults of those that were not."""

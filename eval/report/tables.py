@@ -54,7 +54,6 @@ class Table:
     header: Row
     rows: Sequence[Row]
     note: str = ""  # what to read before the table
-    in_summary: bool = True  # whether the Markdown summary has it, too
 
 
 def report_tables(report: Report) -> list[Table]:
@@ -70,7 +69,6 @@ def report_tables(report: Report) -> list[Table]:
         _ways(report),
         *([] if report.quality is None else [_quality(report.quality)]),
         *([] if report.energy is None else [_energy(report.energy)]),
-        _divergences(report),
         _failures(report),
     ]
     return [table for table in tables if table.rows or table.note]
@@ -193,24 +191,9 @@ def _energy(energy: EnergySection) -> Table:
     return Table(title="Energy", header=("energy", "plain", "speculative", "ratio"), rows=[row])
 
 
-def _divergences(report: Report) -> Table:
-    rows = [
-        (
-            each.prompt_id,
-            str(each.position),
-            f"{each.plain_token}, {each.speculative_token}",
-            number(each.logit_gap, 4),
-            number(each.tie_tolerance, 4),
-        )
-        for each in report.lossless.divergences
-    ]
-    header = ("prompt", "position", "plain token, speculative token", "logit gap", "tolerance")
-    return Table(title="First differences from plain decoding", header=header, rows=rows, in_summary=False)
-
-
 def _failures(report: Report) -> Table:
     rows = [(each.prompt_id, each.mode, each.stop_reason) for each in failed_requests(report)]
-    return Table(title="Failed requests", header=("failed prompt", "mode", "reason"), rows=rows, in_summary=False)
+    return Table(title="Failed requests", header=("failed prompt", "mode", "reason"), rows=rows)
 
 
 # --- Markdown -------------------------------------------------------------------------------------------------------
@@ -229,10 +212,9 @@ def render_markdown(report: Report) -> str:
         f"**{VERDICTS[report.lossless.verdict]}**: {escape(lossless_detail(report))}.",
     ]
     for each in report_tables(report):
-        if each.in_summary:
-            blocks.append(f"### {each.title}")
-            blocks += [escape(each.note)] if each.note else []
-            blocks += [as_markdown_table(each)] if each.rows else []
+        blocks.append(f"### {each.title}")
+        blocks += [escape(each.note)] if each.note else []
+        blocks += [as_markdown_table(each)] if each.rows else []
     made_by = f"Target {code(report.target.name)}, draft {code(report.draft.path)} ({escape(short(report.draft.sha256))})"
     return "\n\n".join([*blocks, f"{made_by}, {escape(settings(report))}."]) + "\n"
 

@@ -16,7 +16,6 @@ from eval.report.schema import (
 )
 
 NOT_AVAILABLE = "–"
-TOO_LARGE = 1e7
 VERDICTS: dict[LosslessVerdict, str] = {
     "lossless": "Lossless",
     "lossless_up_to_ties": "Lossless up to ties",
@@ -28,10 +27,8 @@ UNTESTED = "no test of samples was run (lossless.first_token_samples was 0)"  # 
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """Return a number with `digits` after the point, or a dash; one too large to read so, as a power of ten."""
-    if value is None:
-        return NOT_AVAILABLE
-    return f"{value:.{digits}f}" if abs(value) < TOO_LARGE else f"{value:.1e}"
+    """Return a number with `digits` after the point, or a dash."""
+    return NOT_AVAILABLE if value is None else f"{value:.{digits}f}"
 
 
 def significant(value: float, digits: int) -> str:

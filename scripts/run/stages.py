@@ -205,7 +205,7 @@ def run_stage(run: RunConfig, stage: Stage) -> int:
         code = run_step(_export(run, output / "data" / "train.jsonl", "suffix_lookup"))
     if stage == "gate" and run.refresh is not None:
         reports = [str(output / name / "report.json") for name in ("baseline", "eval")]
-        run_step(["eval/compare.py", *reports, "--set", f"output={output / 'comparison.html'}"])
+        run_step(["eval/compare.py", *reports, "--set", f"output={output / 'comparison.md'}"])
     return code
 
 

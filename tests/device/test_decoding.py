@@ -31,7 +31,6 @@ WAYS = {
     "chain token": DRAWN | {"verification": "token", "top_k": 20},
     "chain match": DRAWN | {"verification": "match"},
     "chain typical": DRAWN | TYPICAL,
-    "chain stop strings": DRAWN | {"stop": ["w9 w9"]},
     "chain int8": {"kv_cache": "int8"},
     "chain stopped by confidence": {"stopping": {"rule": "confidence", "threshold": 0.3}},
     "static greedy": {"tree": STATIC},

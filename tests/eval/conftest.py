@@ -18,7 +18,6 @@ from heads.sampling.draws import token_probabilities
 from tests.support.reports import report_of
 
 CATEGORIES = ("writing", "coding", "maths", "reasoning")
-WORDS = ("the", "draft", "is", "cheap", "and", "target", "checks", "every", "word", "at", "once", ".")
 ACCEPTANCE = {"writing": 0.55, "coding": 0.8, "maths": 0.72, "reasoning": 0.62}
 
 
@@ -93,11 +92,6 @@ def random_timings(random_generations, make_timing) -> list[Timing]:
     return timings
 
 
-def spell(tokens: Sequence[int]) -> str:
-    """Turn token ids into words, as a tokenizer would."""
-    return "".join(" " + WORDS[token % len(WORDS)] for token in tokens)
-
-
 @pytest.fixture(scope="session")
 def shared_inputs(random_generations, random_timings, make_round, make_generation) -> dict:
     """Everything `report_of` takes, for a run of 32 prompts with a prompt-lookup baseline; only for copying."""
@@ -134,7 +128,6 @@ def shared_inputs(random_generations, random_timings, make_round, make_generatio
             "checked_prompts": 32,
             "divergences": [divergence | {"logit_gap": 0.03, "tie_tolerance": 0.25}],
         },
-        "decode_tokens": spell,
         "hardware": {"cpu": "a test machine", "cores": 2},
         "versions": {"python": "3.11", "torch": "2.13.0"},
         "git": {"commit": "0123abc", "dirty": False},

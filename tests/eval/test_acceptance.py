@@ -7,7 +7,6 @@ import pytest
 
 from eval.acceptance import Acceptance, Tally
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
-from eval.report.samples import pick_samples
 from eval.stats import ratio_interval
 
 
@@ -120,17 +119,3 @@ def test_a_prompt_counts_when_every_turn_was_answered_in_every_mode(make_round, 
     asked = [(name, turn) for name in ("whole", "failed", "half", "never") for turn in (0, 1)] + [("one-sided", 0)]
     assert tally.answered(asked) == {"whole"}
     assert [(each.prompt_id, each.turn, each.mode) for each in tally.failed] == [("failed", 1, SPECULATIVE)]
-
-
-def test_the_samples_are_those_that_all_answers_would_give(random_generations):
-    texts = {(each.prompt_id, 0): "" for each in random_generations}
-    expected = pick_samples(random_generations, texts, str, 3)
-    for order in (random_generations, random_generations[::-1]):
-        tally = Tally(3)
-        for each in order:
-            tally.add([each])
-        found = pick_samples(tally.samples, texts, str, 3)
-        for side in ("worst", "best"):
-            rates = [[sample["tokens_per_target_step"] for sample in one[side]] for one in (found, expected)]
-            assert rates[0] == rates[1]
-        assert len(tally.samples) == 6

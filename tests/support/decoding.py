@@ -8,7 +8,6 @@ from heads.artifact import Draft
 from heads.families.registry import FAMILIES
 from heads.metadata import Metadata
 from heads.proposers.draft_lm import DraftLM
-from heads.proposers.lookup import PromptLookup
 from tests.support.family_checks import SETTINGS, build
 
 PROMPTS = [[7, 12, 3], [20, 9, 9, 31, 5, 6], [40], [11, 12, 13, 11, 12, 13, 11, 12]]
@@ -26,18 +25,6 @@ HEADS = {
 def head_proposer(name, model):
     """Return a proposer with an untrained head from `HEADS`."""
     return FAMILIES[HEADS[name].kind].propose(build(HEADS[name], model), model.device)
-
-
-class KnownAnswers(PromptLookup):
-    """Drafts known answers to `prompts`, and beyond their end."""
-
-    def __init__(self, prompts, answers):
-        super().__init__(torch.device("cpu"))
-        self.texts = [[*prompt, *answer, *range(1, 9)] for prompt, answer in zip(prompts, answers, strict=True)]
-
-    def _continue(self, row, number, num_tokens):
-        text = next(text for text in self.texts if text[: len(row)] == row)
-        return text[len(row) : len(row) + num_tokens]
 
 
 def requests_for(prompts, category="c"):

@@ -10,7 +10,6 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig, ParticleSampling
 from eval.decoder.decode import decode
 from eval.decoder.particles import ParticleRun, choose, resample, systematic_ancestors, weigh, weight_shares
-from eval.decoder.records import BatchRow
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.lookup import PromptLookup
 from heads.sampling.draws import token_probabilities
@@ -133,17 +132,6 @@ def test_texts_may_end_at_any_place_and_the_answer_stops_there(target, as_target
         places = [place for place, token in enumerate(generation.tokens) if token in target.eos_token_ids]
         assert (places == [len(generation.tokens) - 1]) == (generation.stop_reason == "eos")
         assert generation.rounds == ()
-
-
-def test_a_copied_text_ends_at_a_stop_string_that_was_begun_before_it_was_copied(target):
-    row = BatchRow(requests_for([(7,)])[0], target, DecodeConfig(stop=["w1 w2"]))
-    one, two = target.tokenizer.convert_tokens_to_ids(["w1", "w2"])
-    row.commit((one,))
-    other = row.copied()
-    other.commit((two,))
-    assert (other.stop_reason, row.stop_reason) == ("stop", None)
-    row.commit((one,))
-    assert (len(other.tokens), len(row.tokens)) == (3, 3)
 
 
 def test_a_request_whose_logits_are_not_finite_fails_alone(tiny_llama, as_target, draft):

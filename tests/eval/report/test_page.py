@@ -19,7 +19,7 @@ class Reader(HTMLParser):
 
     def __init__(self, page):
         super().__init__()
-        self.open, self.tags, self.attributes, self.text, self.spans = [], [], [], [], []
+        self.open, self.tags, self.attributes, self.text = [], [], [], []
         self.feed(page)
         assert self.open == []
 
@@ -27,19 +27,17 @@ class Reader(HTMLParser):
         self.tags.append(tag)
         self.attributes += [(tag, *pair) for pair in attrs]
         if tag not in VOID:
-            self.open.append((tag, dict(attrs).get("class", "")))
+            self.open.append(tag)
 
     def handle_startendtag(self, tag, attrs):
         self.tags.append(tag)
         self.attributes += [(tag, *pair) for pair in attrs]
 
     def handle_endtag(self, tag):
-        assert self.open.pop()[0] == tag
+        assert self.open.pop() == tag
 
     def handle_data(self, data):
         self.text.append(data)
-        if self.open and self.open[-1][0] == "span":
-            self.spans.append((self.open[-1][1], data))
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +67,6 @@ def test_nothing_is_fetched_from_anywhere(page):
     assert not re.search(r"url\((?!#)", page)
 
 
-def test_accepted_rejected_and_target_tokens_are_marked_as_such(page, report):
-    spans = Reader(page).spans
-    for sample in report.samples["worst"] + report.samples["best"]:
-        for piece in sample.pieces:
-            assert (piece.kind, piece.text) in spans
-
-
 def test_every_number_is_defined_once(page):
     ids = [value for _, name, value in Reader(page).attributes if name == "id"]
     assert {f"def-{path}" for path in definitions()} <= set(ids)
@@ -97,11 +88,10 @@ def test_pictures_take_every_colour_from_the_page_and_keep_their_text(report):
             {"prompts.failed": [{"prompt_id": "coding-1", "mode": "speculative", "stop_reason": "non_finite"}]},
             ["1 request failed.", "non_finite"],
         ),
-        ({"lossless.divergences": lambda found: [found[0] | {"logit_gap": 3.4028234663852886e38}]}, ["3.4e+38"]),
         ({"acceptance.detectable_change_percent": 4.26}, ["smallest detectable change in τ (%)", "4.26"]),
     ],
 )
-def test_failures_gaps_without_bound_and_the_detectable_change_are_shown(report, changes, words):
+def test_failures_and_the_detectable_change_are_shown(report, changes, words):
     text = text_of(render_html(changed(report, changes)))
     assert all(word in text for word in words)
 

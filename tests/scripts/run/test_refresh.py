@@ -97,7 +97,7 @@ def test_a_log_becomes_a_judged_draft_without_its_secrets_and_a_second_run_repea
     assert texts[1].isdisjoint(texts[2])  # what chooses the checkpoint is not measured
     new, served = (load_report(Path("out") / name / "report.json") for name in ("eval", "baseline"))
     assert new.prompts.sha256 == served.prompts.sha256
-    assert Path("out/comparison.html").is_file()
+    assert Path("out/comparison.md").is_file()
 
 
 def test_what_the_served_draft_was_trained_on_is_not_measured_and_what_suites_ask_is_not_trained_on(
