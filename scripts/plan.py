@@ -4,7 +4,7 @@
         --set hardware.preset=h100_80gb hardware.num_accelerators=8
 
 Reads a recipe of `train/heads.py` or `train/distill.py` as it stands, and of the target nothing but its config. Prints memory
-by part, which of configs/accelerate fits and why the simpler ones do not, FLOPs, disk, hours, and the line that starts the run.
+by part, which of configs/accelerate fits and why the simpler ones do not, disk, and the line that starts the run.
 The sections `hardware` and `workload` (configs/schema/commands/planning.py) come on top, by --set or in the file. A recipe with
 a section `head` is one of heads, any other of distillation. Where `data.train` does not exist yet, `workload` says how much
 there will be. How far plans were from measured runs is in docs/scaling.md. Writes nothing but the data file's index, beside it.
@@ -56,5 +56,5 @@ def schema_of(argv: list[str]) -> type[PlanHeadsConfig] | type[PlanDistillConfig
 
 
 if __name__ == "__main__":
-    description = "Plan a training recipe's memory and time."
+    description = "Plan a training recipe's memory and disk."
     sys.exit(run_command(schema_of(sys.argv[1:]), main, description=description, add_arguments=lambda parser: None))

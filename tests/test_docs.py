@@ -99,9 +99,6 @@ def planned(words: list[str]) -> list[str]:
         f"{count(plan.models.draft, trained=True) / 1e6:,.0f} million",
         f"{plan.cache_row_bytes * plan.cache_rows / 1e12:.1f} TB",
         f"{plan.checkpoint_bytes / 1e9:.1f} GB",
-        f"{plan.steps:,}",
-        f"{plan.step_seconds:.2g} s",
-        f"{plan.hours:.1f}",
     ]
 
 

@@ -1,11 +1,11 @@
 """Checks before a long run of a head: in seconds, for what would make hours of training worthless.
 
-1. Dry run: the untrained head is written as an artifact, loaded, and must draft the same tokens as the head in memory.
-2. Overfitting one conversation: a copy of the head is trained on it until the decoder accepts a whole block of drafts, which it
+1. Overfitting one conversation: a copy of the head is trained on it until the decoder accepts a whole block of drafts, which it
    does only where the states, positions and labels of training are those that drafting starts from.
-3. Parity: the copy must draft from the logits that training gives it. A head that knows its text may draft it correctly even
+2. Parity: the copy must draft from the logits that training gives it. A head that knows its text may draft it correctly even
    from a wrong pending token, which follows from the state before it, so every draft of a decoding is compared.
-4. The copy is written and read back as well: weights that start at 0 can only be missed once they are trained.
+3. The artifact: the copy is written, read back, and must draft as it did in memory. Weights that start at 0 can only be
+   missed once they are trained.
 
 Copies are thrown away and random states restored: a run is the same to the bit with these checks and without.
 V target vocabulary, W draft vocabulary.
@@ -70,11 +70,10 @@ def check_before_training(task: HeadTask, dataset: ConversationDataset, accelera
     started = time.perf_counter()
     with restored_random_state(accelerator.device):
         text = choose_text(task, dataset)
-        check_reload(task, task.module, text, "untrained")
         head = task.copy_of(task.module).to(accelerator.device, torch.float32)
         objective = HeadObjective(head, task.target, task.config.loss)
         found = overfit(task, objective, text, accelerator)
-        check_reload(task, objective, text, "trained")
+        check_reload(task, objective, text)
     seconds = time.perf_counter() - started
     log.info("sanity: passed in %.0f s; the artifact reads back; %s", seconds, found)
 
@@ -102,8 +101,8 @@ def choose_text(task: HeadTask, dataset: ConversationDataset) -> Example:
     return best
 
 
-def check_reload(task: HeadTask, module: nn.Module, text: Example, state: str) -> None:
-    """Write a head, load it, and compare what both draft; `state` is an adjective for the head in the complaint."""
+def check_reload(task: HeadTask, module: nn.Module, text: Example) -> None:
+    """Write a head, load it, and compare what both draft."""
     folder = Path(task.config.output) / f".dry-run-{uuid.uuid4().hex[:8]}"
     try:
         task.write(folder, module, Progress(), {})
@@ -117,7 +116,7 @@ def check_reload(task: HeadTask, module: nn.Module, text: Example, state: str) -
     )
     if in_memory != loaded_drafts:
         raise RuntimeError(
-            f"sanity: the {state} {task.config.head.kind} head drafts other tokens after it was written and loaded, namely "
+            f"sanity: the {task.config.head.kind} head drafts other tokens after it was written and loaded, namely "
             f"{loaded_drafts} in place of {in_memory}: the artifact does not hold all that the head is made of"
         )
 

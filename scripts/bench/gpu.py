@@ -1,8 +1,7 @@
 """What this machine's accelerator does, beside the plan and transformers: the second half of `make gpu-check`.
 
 The first half, `pytest -m gpu`, holds losses, tokens and artifacts to the CPU's. This one measures a product and a copy, trains
-an EAGLE-3 head and decodes with it by every forward, by the commands a person would give. `draftsmith plan` takes its `tflops`
-and `utilisation` by `--set hardware.tflops=... hardware.utilisation=...`.
+an EAGLE-3 head and decodes with it by every forward, by the commands a person would give.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def measure_device(config: GpuBenchConfig) -> int:
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Time a large product and a large copy, of each the fastest of some repeats; named as in `HardwareConfig`."""
+    """Time a large product and a large copy, of each the fastest of some repeats."""
     size, count = (1024, 2**26) if device.type == "cpu" else (8192, 2**30)
     one = torch.randn(size, size, device=device).to(dtype)
     bytes_N = torch.zeros(count, dtype=torch.uint8, device=device)

@@ -2,11 +2,9 @@
 
 import dataclasses
 import json
-import logging
 
 import pytest
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from configs.runtime.errors import InputError
 from distill.dataset.batches import ConversationDataset, collate
@@ -53,27 +51,6 @@ def test_a_run_that_does_not_resume_leaves_no_checkpoint_of_the_one_before(tmp_p
     assert kept_checkpoints(tmp_path) == ["step-00000004"]
     distil(distill_config(tmp_path, **anew), greedy_target, greedy_rows)
     assert kept_checkpoints(tmp_path) == ["step-00000006"]
-
-
-def test_a_run_is_extended_by_more_steps(tmp_path, greedy_target, greedy_rows, caplog):
-    distil(distill_config(tmp_path, max_steps=3), greedy_target, greedy_rows)
-    rates = []
-    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
-    with hook, caplog.at_level(logging.WARNING, logger="draftsmith"):
-        distil(distill_config(tmp_path, max_steps=5), greedy_target, greedy_rows)
-        distil(distill_config(tmp_path / "whole", max_steps=5), greedy_target, greedy_rows)
-    assert "schedule.max_steps 3 -> 5: the run goes on" in caplog.text
-    assert kept_checkpoints(tmp_path)[-1] == "step-00000005"
-    assert rates[:2] == rates[-2:]
-    assert len(set(rates)) > 2
-
-
-def test_a_run_of_fewer_steps_than_a_checkpoint_has_is_refused(tmp_path, greedy_target, greedy_rows):
-    epochs = {"epochs": 3, "checkpoint_every_steps": 6, "eval_every_steps": 3}  # of 4 steps
-    with pytest.raises(KeyboardInterrupt):
-        distil(distill_config(tmp_path, max_steps=None, **epochs), greedy_target, greedy_rows, stop_after=7)
-    with pytest.raises(InputError, match="has 6 steps of a longer run, and this one ends after 5; choose another"):
-        distil(distill_config(tmp_path, max_steps=5, **epochs), greedy_target, greedy_rows)
 
 
 def test_a_held_out_prompt_that_cannot_be_decoded_is_refused_before_training(tmp_path, greedy_target, greedy_rows):

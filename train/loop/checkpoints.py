@@ -209,8 +209,8 @@ class Checkpoints:
         return None
 
     def _load(self, path: Path) -> None:
-        lineage = read_manifest(path).lineage
-        rank, then, now = self.accelerator.process_index, lineage.num_processes, self.accelerator.num_processes
+        rank, now = self.accelerator.process_index, self.accelerator.num_processes
+        then = read_manifest(path).lineage.num_processes
         try:
             if rank < then:  # accelerate itself ignores random states that it cannot read
                 load(path / f"{RNG_STATE_NAME}_{rank}.pkl")
@@ -220,13 +220,6 @@ class Checkpoints:
         saved = _read(SavedProgress, path / PROGRESS)
         vars(self.progress).update(vars(saved.progress))
         self.scheduler.load_state_dict(saved.schedule)
-        # The optimiser's own is that of the schedule then, which may have been shorter.
-        for group, base, factor in zip(
-            self.scheduler.optimizer.param_groups, self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True
-        ):
-            group["lr"] = base * factor(self.scheduler.last_epoch)
-        for key, (old, new) in self.lineage.changes(lineage).items():
-            logger.warning("%s %s -> %s: the run goes on, its learning rate from here as in the longer schedule", key, old, new)
         if now != then:
             said = "%s was written by %d processes, this run has %d: equal up to rounding, and without the same random numbers"
             logger.warning(said, path, then, now)

@@ -20,7 +20,6 @@ from configs.runtime.redaction import mask_secrets
 from configs.schema.base import PositiveInt, Settings, dotted
 from configs.schema.training import ScheduleConfig
 
-LENGTH = ("schedule.max_steps", "schedule.epochs")  # a run may be resumed with more of them
 # Keys of a training's config that change none of its weights but by the order of sums, sections with all that is in them. A run
 # may be resumed with others. Whatever is not here decides.
 CHANGES_NO_WEIGHT = {
@@ -65,11 +64,6 @@ class Lineage(Settings):
             settings=mask_secrets(settings),
         )
 
-    def changes(self, then: Lineage) -> dict[str, tuple[Any, Any]]:
-        """Return the settings that differ, as dotted key -> (value then, value now); None where a key is not set."""
-        new, old = self.settings, then.settings
-        return {key: (old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)}
-
     def objection(self, then: Lineage) -> str | None:
         """Return why this run cannot resume a checkpoint of `then`, as a phrase that follows "checkpoint X"; None if it can."""
         if then.engine != self.engine:
@@ -84,13 +78,10 @@ class Lineage(Settings):
             )
         if then.config_sha256 == self.config_sha256:
             return None
-        changed = self.changes(then)
-        if others := {key: values for key, values in changed.items() if key not in LENGTH}:
-            return f"{OTHER_RUN} ({_spelled(others)}), which would give other weights"
-        shorter = {key: (old, new) for key, (old, new) in changed.items() if None not in (old, new) and old > new}
-        if shorter:
-            return f"belongs to a longer run ({_spelled(shorter)}), whose learning rate fell over more steps"
-        return None if changed else OTHER_RUN  # the same but for secrets, which are masked
+        new, old = self.settings, then.settings  # alike where secrets alone differ, which are masked
+        changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+        spelled = ", ".join(f"{key} {old.get(key)} -> {new.get(key)}" for key in changed)
+        return f"{OTHER_RUN}{f' ({spelled})' if spelled else ''}, which would give other weights"
 
 
 def deciding_settings(config: Mapping[str, Any], contents: Mapping[str, str]) -> dict[str, Any]:
@@ -124,7 +115,3 @@ def fsdp_is_requested() -> bool:
 
 def _held(lineage: Lineage) -> str:
     return "replicated in every process" if lineage.engine == REPLICATED else f"sharded by {lineage.engine}"
-
-
-def _spelled(changes: Mapping[str, tuple[Any, Any]]) -> str:
-    return ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changes.items())

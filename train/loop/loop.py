@@ -22,13 +22,12 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from configs.runtime.errors import InputError
 from configs.runtime.terminal import progress
 from configs.schema.training import DistillConfig, HeadsConfig
 from distill.signals import SignalSource, TargetSignals
 from heads.device import to_device
 from heads.modules.interface import Batch
-from train.loop.checkpoints import START_AGAIN, Checkpoints, Progress
+from train.loop.checkpoints import Checkpoints, Progress
 from train.loop.engines import choose_engine, make_optimizer
 from train.loop.lineage import Lineage
 from train.loop.milestones import Milestones, check_finite
@@ -162,15 +161,8 @@ class Training:
     def _resume(self) -> None:
         with self.clock("checkpoint"):
             path = self.checkpoints.resume()
-        if path is None:
-            return
-        unscored = not self.progress.evaluation_pending and self.progress.best_score is None
-        if self.progress.step + unscored > self.num_steps:  # the last step of a run has a score
-            raise InputError(
-                f"checkpoint {path} has {self.progress.step} steps of a longer run, and this one ends after {self.num_steps}; "
-                f"{START_AGAIN}"
-            )
-        log.info("resumed from %s", path)
+        if path is not None:
+            log.info("resumed from %s", path)
 
     def _take_steps(self, advance: Callable[[int], None]) -> int:
         """Take the steps that are left; return the number of this process's labels."""

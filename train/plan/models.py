@@ -1,4 +1,4 @@
-"""Target and draft of a recipe on torch's meta device, without weights, and what a step of each computes and keeps.
+"""Target and draft of a recipe on torch's meta device, without weights, and what a step of the draft keeps.
 
 They are the classes that training builds. Of the target only its config is needed: a folder with a `config.json`, that file
 itself, or a Hub id, of which only the config is fetched.
@@ -63,9 +63,8 @@ def frozen_copies(module: nn.Module) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftWork:
-    """What a step of the draft takes, all a token of the batch; its output head is apart."""
+    """What a step of the draft keeps, all a token of the batch; its output head is apart."""
 
-    forward_flops: float  # a backward takes twice as many
     kept_bytes: float  # for the backward
     judged_rows: float  # that become logits of the draft's
     columns: int  # of a row of the draft's logits
@@ -75,31 +74,26 @@ class DraftWork:
 def draft_work(config: PlanConfig, models: PlannedModels, *, length: float, label_share: float) -> DraftWork:
     """Estimate a step of the draft over rows of `length` tokens.
 
-    A weight of a layer does two operations for each position that it runs at, attention four for each number of a query and
-    position. For its backward a layer keeps about eight states and four vectors of the MLP's inner width, or its input alone
-    where it is computed anew; other weights keep what they read.
+    For its backward a layer keeps about eight states and four vectors of the MLP's inner width at each position that it runs
+    at, or its input alone where it is computed anew; other weights keep what they read.
     """
     vocab_size = int(models.target.config.get_text_config().vocab_size)
     section: HeadConfig | StudentConfig
     if isinstance(config, PlanDistillConfig):
         assert isinstance(models.draft, PreTrainedModel)
         shape, num_layers, section = shape_like(models.draft), num_blocks(models.draft), config.student
-        layer_runs, other_runs, judged = 1.0, 1.0, label_share
-        in_layers, beside = active_weights(models.draft), 0.0
+        layer_runs, other_runs, judged, beside = 1.0, 1.0, label_share, 0.0
     else:
         shape, section = shape_like(models.target), config.head
         without_attention = config.head.kind in ("medusa", "hydra")
         layers = [each for each in models.draft.modules() if isinstance(each, HeadLayer) and not without_attention]
         num_layers = len(layers)
         layer_runs, other_runs, judged = _runs(config.head, length, label_share)
-        in_layers = sum(_matrices(each) for each in layers)
-        beside = _matrices(models.draft) - in_layers
+        beside = _matrices(models.draft) - sum(map(_matrices, layers))
     columns = section.draft_vocab_size or vocab_size
-    attention = 4.0 * length * shape.num_heads * shape.head_width * num_layers * layer_runs
     size = 4 if config.schedule.mixed_precision == "no" else 2  # bytes of a number that a product gives; states are float32
     kept = 4 * shape.width if config.schedule.activation_checkpointing else 8 * 4 * shape.width + 4 * size * shape.mlp_width
     return DraftWork(
-        forward_flops=2.0 * (in_layers * layer_runs + beside * other_runs) + attention,
         kept_bytes=kept * num_layers * layer_runs + size * beside / shape.width * other_runs,
         judged_rows=judged,
         columns=columns,
@@ -123,21 +117,9 @@ def _runs(head: HeadConfig, length: float, label_share: float) -> tuple[float, f
     return 1.0, 1.0, label_share * (depths if head.kind == "mtp" else 1.0)
 
 
-def active_weights(model: PreTrainedModel) -> float:
-    """Return the weights that a token's forward multiplies with, output head apart; of experts those that it is sent to."""
-    text = model.config.get_text_config()
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    num_experts = next((number for name in names if (number := getattr(text, name, None))), None)
-    share = 1.0 if num_experts is None else (getattr(text, "num_experts_per_tok", None) or 1) / num_experts
-    named = model.named_parameters()
-    experts = sum(each.numel() for name, each in named if ".experts." in name and each.ndim > 1)
-    return _matrices(model) - (1 - share) * experts
-
-
 def _matrices(module: nn.Module) -> int:
-    """Return the numbers of a module's matrices, embeddings and output heads apart."""
-    head = module.get_output_embeddings() if isinstance(module, PreTrainedModel) else None
-    apart = [each for each in module.modules() if isinstance(each, nn.Embedding | DraftHead) or each is head]
+    """Return the numbers of a head's matrices, embeddings and output heads apart."""
+    apart = [each for each in module.modules() if isinstance(each, nn.Embedding | DraftHead)]
     left_out = {id(weight) for each in apart for weight in each.parameters()}
     return sum(each.numel() for each in module.parameters() if each.ndim > 1 and id(each) not in left_out)
 

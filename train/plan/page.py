@@ -17,7 +17,7 @@ def plan_page(config: PlanConfig, options: str) -> str:
     plan = make_plan(config)
     memory = [*plan.memory.items(), ("sum, nothing split", sum(plan.memory.values()))]
     sizes = table(("memory of one process", "bytes"), [(name, _bytes(value)) for name, value in memory], numbers=False)
-    return "\n\n".join([_models(plan), sizes, _engines(plan), _time(plan), _start(plan, options)])
+    return "\n\n".join([_models(plan), sizes, _engines(plan), _disk(plan), _start(plan, options)])
 
 
 def launch_line(engine: Sharing, hardware: HardwareConfig, command: str) -> str:
@@ -74,19 +74,11 @@ def _start(plan: Plan, options: str) -> str:
     return f"start it by\n\n    {launch_line(plan.fitting.engine, plan.config.hardware, f'{entry} {options}')}"
 
 
-def _time(plan: Plan) -> str:
-    hardware, tokens = plan.config.hardware, plan.tokens_per_step * plan.num_processes
-    epochs = plan.steps * tokens / (plan.work.num_conversations * plan.work.mean_tokens)
+def _disk(plan: Plan) -> str:
     made = "reads" if plan.config.data.cache is not None else "could read"
-    parts = ", ".join(f"{name} {value / 1e6:,.1f}" for name, value in plan.flops.items())
     return (
         f"disk: {_bytes(plan.checkpoint_bytes)} a checkpoint; the target cache that the recipe {made} takes "
-        f"{_bytes(plan.cache_row_bytes * plan.cache_rows)} ({plan.cache_row_bytes} bytes a row, {plan.cache_rows:,} rows)\n"
-        f"work: {sum(plan.flops.values()) / 1e6:,.1f} MFLOP a token of the batch ({parts})\n"
-        f"step: {plan.step_seconds:.3g} s for {tokens:,.0f} tokens at {100 * hardware.utilisation:.0f} % of "
-        f"{hardware.machine.tflops:g} TFLOP/s, no communication\n"
-        f"pace: {float(f'{tokens / plan.step_seconds:.3g}'):,.0f} tokens/s; {plan.steps:,} steps, {epochs:.2g} epochs: "
-        f"{plan.hours:.3g} hours of training steps"
+        f"{_bytes(plan.cache_row_bytes * plan.cache_rows)} ({plan.cache_row_bytes} bytes a row, {plan.cache_rows:,} rows)"
     )
 
 

@@ -1,11 +1,10 @@
-"""A whole plan: what a recipe takes in memory, disk and time.
+"""A whole plan: what a recipe takes in memory and on disk.
 
 Of N trained weights one process holds 4 N bytes of weights, 2 N of their copies under autocast, 4 N of gradients, 8 N of
 AdamW's states; what a step keeps for its backward is estimated from the layers' sizes (`draft_work`). Sharing follows ZeRO
 (Rajbhandari et al. 2020, arXiv 1910.02054, section 5): stage 1 splits the optimiser's states, 2 the gradients too, 3 and FSDP2
-the weights too. A row of W logits of a D-wide state costs 2 W D FLOPs forward, as much again for its gradient, and for the
-weights' where they are trained. Left out are the allocator's fragments, the engines' buckets, what interpreter and libraries
-take, what processes send each other, and all work but matrix products. Packed rows count as full.
+the weights too. Left out are the allocator's fragments, the engines' buckets, and what interpreter and libraries take. Packed
+rows count as full. No seconds are planned: `draftsmith run` measures them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
 from configs.schema.commands.planning import PlanConfig, PlanHeadsConfig, WorkloadConfig
@@ -27,7 +25,7 @@ from distill.dataset.conversations import open_conversations
 from distill.loss.fused import rows_of_chunk
 from heads.frozen.hidden_states import blocks, num_blocks
 from heads.modules.layers import shape_like
-from train.plan.models import PlannedModels, active_weights, count, draft_work, frozen_copies, plan_models
+from train.plan.models import PlannedModels, count, draft_work, frozen_copies, plan_models
 
 GIBIBYTE = 2**30
 WIDE = 4  # bytes of a float32 number
@@ -88,7 +86,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a recipe takes; tokens and conversations of a step are those of one process, without padding."""
+    """What a recipe takes."""
 
     config: PlanConfig
     models: PlannedModels
@@ -96,10 +94,7 @@ class Plan:
     memory: dict[str, int]  # bytes by part, before anything is split
     cache_row_bytes: int
     cache_rows: int
-    flops: dict[str, float]  # a token of the batch, by part
     fits: list[Fit]
-    tokens_per_step: float
-    conversations_per_step: float
 
     @property
     def fitting(self) -> Fit | None:
@@ -113,24 +108,6 @@ class Plan:
         return 1 if spreads else self.config.hardware.num_accelerators
 
     @property
-    def step_seconds(self) -> float:
-        """Seconds of the matrix products of one optimiser step."""
-        hardware = self.config.hardware
-        return sum(self.flops.values()) * self.tokens_per_step / (hardware.machine.tflops * 1e12 * hardware.utilisation)
-
-    @property
-    def steps(self) -> int:
-        """Optimiser steps of the run."""
-        schedule = self.config.schedule
-        a_step = self.conversations_per_step * self.num_processes
-        return schedule.max_steps or schedule.epochs * math.ceil(self.work.num_conversations / a_step)
-
-    @property
-    def hours(self) -> float:
-        """Of all training steps; held-out decoding and checkpoints come on top."""
-        return self.steps * self.step_seconds / 3600
-
-    @property
     def checkpoint_bytes(self) -> int:
         """Of a checkpoint's weights and optimiser state on disk."""
         return 12 * count(self.models.draft, trained=True) + 4 * frozen_copies(self.models.draft)
@@ -140,9 +117,7 @@ def make_plan(config: PlanConfig) -> Plan:
     """Return the plan of a recipe; an InputError says where target, draft or data are not there, or do not go together."""
     models = plan_models(config)
     config = models.config
-    work, schedule, data = _measure_workload(config), config.schedule, config.data
-    a_row = 1.0 if data.row_length is None else data.row_length / work.mean_tokens
-    conversations = schedule.batch_size * schedule.gradient_accumulation_steps * a_row
+    work, data = _measure_workload(config), config.data
     memory = memory_of(config, models, work.label_share)
     # Of the cache that the recipe can learn from, in the cache's default dtype.
     cache = CacheConfig(target=config.target, data=data.train, max_length=data.max_length, taps=sorted(models.taps or ()))
@@ -153,10 +128,7 @@ def make_plan(config: PlanConfig) -> Plan:
         memory=memory,
         cache_row_bytes=layout_of(cache, models.target).bytes_per_row,
         cache_rows=round(work.num_conversations * work.mean_tokens),
-        flops=flops_of(config, models, work),
         fits=try_engines(config, models, memory),
-        tokens_per_step=conversations * work.mean_tokens,
-        conversations_per_step=conversations,
     )
 
 
@@ -245,31 +217,6 @@ def _ways(config: PlanConfig) -> list[Sharing]:
     for size in [config.target.shards] if config.target.is_split else sizes:
         ways.append(Sharing(recipe="ddp_gpus", on_cpu="ddp_cpu", group=size))
     return [*ways, SPREADING] if 1 < n <= per_node else ways
-
-
-def flops_of(config: PlanConfig, models: PlannedModels, work: Workload) -> dict[str, float]:
-    """Return the FLOPs of training, a token of the batch; of the draft and its logits forward and backward together."""
-    step = draft_work(config, models, length=work.mean_tokens, label_share=work.label_share)
-    shape, cached = shape_like(models.target), config.data.cache is not None
-    attention = 4.0 * work.mean_tokens * shape.num_heads * shape.head_width * num_blocks(models.target)
-    vocab_size = models.target.config.get_text_config().vocab_size
-    # Those that weigh drafts by their acceptance compare each with the target once before, without a gradient.
-    comparisons = 2 if getattr(models.draft, "weighs_by_acceptance", False) else 1
-    target_logits = 2.0 * comparisons * min(step.judged_rows, work.label_share) * shape.width * step.target_columns
-    if step.target_columns < vocab_size and not cached:  # the sums over the whole vocabulary, once a position
-        target_logits += 2.0 * work.label_share * shape.width * vocab_size
-    if isinstance(config, PlanHeadsConfig):
-        trains_head = config.head.train_head
-    else:
-        assert isinstance(models.draft, PreTrainedModel)
-        trains_head = any(each.requires_grad for each in models.draft.get_output_embeddings().parameters())
-    a_logit = ((6.0 if trains_head else 4.0) + 2.0 * (comparisons - 1)) * models.draft_width
-    return {
-        "target": 0.0 if cached else 2.0 * active_weights(models.target) + attention,
-        "target's logits": target_logits,
-        "draft": 3 * step.forward_flops,
-        "draft's logits": step.judged_rows * step.columns * a_logit,
-    }
 
 
 def _measure_workload(config: PlanConfig) -> Workload:

@@ -1,7 +1,6 @@
 """The config of `draftsmith plan`: a training recipe, the machine it is to run on, and how much data there is.
 
-A plan's config is a recipe of `configs/heads` or `configs/distill` with two more sections. The named machines have their
-makers' figures, except for `laptop_cpu`, which was measured. Imports no torch.
+A plan's config is a recipe of `configs/heads` or `configs/distill` with two more sections. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,15 +15,13 @@ class Machine(Settings):
     """A kind of machine, each number of one accelerator."""
 
     memory_gib: PositiveFloat
-    tflops: PositiveFloat  # dense bfloat16, in 10^12 operations a second
     host_memory_gib: PositiveFloat  # an accelerator's share of its node's memory
 
 
 MACHINES = {
-    # Measured on two cores of a shared machine: a product of 2048-wide bfloat16 matrices.
-    "laptop_cpu": Machine(memory_gib=16.0, tflops=0.47, host_memory_gib=16.0),
-    "h100_80gb": Machine(memory_gib=79.0, tflops=989.0, host_memory_gib=256.0),
-    "h200_141gb": Machine(memory_gib=139.0, tflops=989.0, host_memory_gib=256.0),
+    "laptop_cpu": Machine(memory_gib=16.0, host_memory_gib=16.0),
+    "h100_80gb": Machine(memory_gib=79.0, host_memory_gib=256.0),
+    "h200_141gb": Machine(memory_gib=139.0, host_memory_gib=256.0),
 }
 
 
@@ -35,10 +32,7 @@ class HardwareConfig(Settings):
     num_accelerators: PositiveInt = 1  # GPUs, or processes on CPUs, over all nodes
     accelerators_per_node: PositiveInt = 8
     memory_gib: PositiveFloat | None = None
-    tflops: PositiveFloat | None = None
     host_memory_gib: PositiveFloat | None = None
-    # FLOP/s reached in a step over `tflops`. 0.64 was measured on a CPU, by configs/heads/eagle3.yaml from a cache; no GPU was
-    utilisation: PositiveShare = 0.64
 
     @property
     def machine(self) -> Machine:
@@ -61,14 +55,14 @@ class WorkloadConfig(Settings):
 
 
 class PlanHeadsConfig(HeadsConfig):
-    """`draftsmith plan`: the memory and time that a recipe of `train/heads.py` takes."""
+    """`draftsmith plan`: the memory and disk that a recipe of `train/heads.py` takes."""
 
     hardware: HardwareConfig = HardwareConfig()
     workload: WorkloadConfig = WorkloadConfig()
 
 
 class PlanDistillConfig(DistillConfig):
-    """`draftsmith plan`: the memory and time that a recipe of `train/distill.py` takes."""
+    """`draftsmith plan`: the memory and disk that a recipe of `train/distill.py` takes."""
 
     hardware: HardwareConfig = HardwareConfig()
     workload: WorkloadConfig = WorkloadConfig()
