@@ -147,17 +147,10 @@ class MtpSettings(HeadSettings):
     """Next-token embedding and final state, joined and passed through a block of the target's architecture (DeepSeek-V3)."""
 
     kind: Literal["mtp"]
-    num_depths: PositiveInt = 4  # depths trained
-    shared_depths: bool = True  # one module applied repeatedly; false: a module for each depth
-    # Order of embedding and state where they are joined.
-    concat_order: Literal["embedding_first", "hidden_first"] = "embedding_first"
+    num_depths: PositiveInt = 4  # depths trained, one module applied repeatedly
     reads: Literal["post_norm", "pre_norm"] = "post_norm"  # the target's last state after its final norm, or (MiMo) before it
     init_block: NonNegativeInt | None = None  # start the block from this one of the target's; None: the last of attention
     init: Literal["scratch", "checkpoint"] = "scratch"  # checkpoint: the MTP weights in the target's own folder
-
-    @property
-    def longest_draft(self) -> int | None:
-        return None if self.shared_depths else self.num_depths
 
     def objections(self) -> Iterator[str]:
         if self.init == "checkpoint" and self.init_block is not None:

@@ -1,14 +1,13 @@
 """MTP: the next token's embedding and the target's final state, joined and passed through a block of the target's architecture.
 
-DeepSeek-AI 2024, arXiv 2412.19437, section 2.2. At position j a module reads norm(embedding of x_{j+1}) and norm(state at j),
-projects the two to one, and runs one decoder block and a norm; the target's head then gives the logits of x_{j+2}. With
-`shared_depths` one module is applied to its own normed states (FastMTP), with the keys it will have when it drafts: of the
-depths before only those of its own chain. Else a module for each depth reads the normed states of the module before it, one
-token further ahead, and attends to all its own earlier positions.
+DeepSeek-AI 2024, arXiv 2412.19437, section 2.2. At position j the module reads norm(embedding of x_{j+1}) and norm(state at j),
+projects the two to one, and runs one decoder block and a norm; the target's head then gives the logits of x_{j+2}. One module
+is applied to its own normed states (FastMTP), with the keys it will have when it drafts: of the depths before only those of its
+own chain.
 
 The block is a copy of one of the target's, and so has the target's norm order, head norms, attention scale and experts without
 this project knowing any of them. A probe proves it: the target's own block, run apart with keys of our choosing, gives what the
-target got from it. While a module is unrolled in training, depths lie side by side as keys, each a square of its mask.
+target got from it. While the module is unrolled in training, depths lie side by side as keys, each a square of its mask.
 
 Tensor names are those that transformers reads under `mtp.`. vLLM's zeroed embedding at position 0 is left out.
 B batch, T positions, S keys, E = D width, F width of a feature, M key-value heads, H head width, K depths, W draft vocabulary.
@@ -34,12 +33,10 @@ from heads.frozen.placement import own_copy
 from heads.inference.kv_cache import RowCache
 from heads.inference.model_checks import check_on_probe, probe_ids, relative_error, rounding
 from heads.inference.runner import backbone, runner_of
-from heads.modules.autoregressive import ChainHead, FeatureChain, FeatureProposer
+from heads.modules.autoregressive import ChainHead, FeatureChain
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, shifted_left
 from heads.modules.layers import HeadLayer, shape_like
 from heads.modules.output_head import DraftHead
-from heads.proposers.builders import ChainBuilder
-from heads.proposers.protocol import Proposer, RoundInputs, Tokens
 from heads.vocabulary import DraftVocabulary
 
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention", "indexed_attention"}
@@ -47,44 +44,41 @@ CHOOSING = ("e_score_correction_bias", "expert_bias", ".indexer.")  # parameters
 
 
 class Mtp(ChainHead):
-    """MTP modules on a frozen target (`heads.modules.output_head.HeadModule`, `heads.modules.autoregressive.ChainHead`)."""
+    """An MTP module on a frozen target (`heads.modules.output_head.HeadModule`, `heads.modules.autoregressive.ChainHead`)."""
 
     settings: MtpSettings
+    num_caches = 1
 
     def __init__(self, settings: MtpSettings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
         super().__init__(target)
         self.settings = settings
         last = num_blocks(target)
         self.taps: tuple[int, ...] = (last,) if settings.reads == "pre_norm" else ()
-        self.num_caches = 1 if settings.shared_depths else settings.num_depths
         kinds = getattr(target.config.get_text_config(), "layer_types", None) or ()
         known = [number for number, kind in enumerate(kinds) if kind in KNOWN_LAYER_TYPES]  # else the target is refused
         number = (known[-1] if known else last - 1) if settings.init_block is None else settings.init_block
         self._context = BlockContext(target, number)
-        self.layers = nn.ModuleList(
-            MtpLayer(target, number, hidden_first=settings.concat_order == "hidden_first") for _ in range(self.num_caches)
-        )
+        self.layers = nn.ModuleList([MtpLayer(target, number)])  # a list: engines know the tensors by `layers.0`
         self.lm_head = DraftHead(target, vocabulary, trainable=settings.train_head)
 
     def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
         is_causal = self._context.is_causal and batch.conversations_BC.shape[1] == 1  # not packed: rows are texts, and padding
         visible_B1TT: Tensor | None = None
-        chain = ChainKeys() if self.settings.shared_depths else None
+        chain = ChainKeys()
         states_BTD = self.features(states)
         depths = []
         for depth in range(self.settings.num_depths):
-            steps = 0 if chain is None else depth  # from the origin along its chain; a module of its own stands at the origin
-            if visible_B1TT is None and (steps > 0 or not is_causal):
+            if visible_B1TT is None and (depth > 0 or not is_causal):
                 visible_B1TT = _causal_in_documents(batch.document_ids_BT)
-            states_BTD = self._layer(depth)(
+            states_BTD = self.layers[0](
                 self.embed(shifted_left(batch.input_ids_BT, depth + 1)),
                 states_BTD,
                 self._context,
-                batch.position_ids_BT + steps,
-                None if visible_B1TT is None else unrolled_mask(visible_B1TT, steps, self._context.window),
+                batch.position_ids_BT + depth,
+                None if visible_B1TT is None else unrolled_mask(visible_B1TT, depth, self._context.window),
                 chain,
             )
-            chain = None if chain is None else chain.next()
+            chain = chain.next()
             origins_N = labelled_origins(batch, depth)
             depths.append(self.at_depth(depth, flat(states_BTD, origins_N), origins_N))
         return depths
@@ -94,15 +88,10 @@ class Mtp(ChainHead):
         return last_BTE.to(self.dtype)
 
     def read(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache, depth: int) -> Tensor:
-        """See `ChainHead.read`; with a module a depth, features are the last one's states."""
-        number = 0 if self.settings.shared_depths else depth
         hides = not (self._context.is_causal and cache.is_causal)
         visible_B1TS = cache.visible(positions_BT, self._context.window).unsqueeze(1) if hides else None
-        layer, keys = self._layer(depth), CacheLayer(cache, number)
-        return layer(self.embed(ids_BT), features_BTF, self._context, positions_BT, visible_B1TS, keys)
-
-    def _layer(self, depth: int) -> nn.Module:
-        return self.layers[0 if self.settings.shared_depths else depth]
+        keys = CacheLayer(cache, 0)
+        return self.layers[0](self.embed(ids_BT), features_BTF, self._context, positions_BT, visible_B1TS, keys)
 
 
 def _causal_in_documents(documents_BT: Tensor) -> Tensor:
@@ -112,11 +101,10 @@ def _causal_in_documents(documents_BT: Tensor) -> Tensor:
 
 
 class MtpLayer(HeadLayer):
-    """One module: two norms, a projection, a block of the target's family, a norm that starts as the target's final one."""
+    """The module: two norms, a projection, a block of the target's family, a norm that starts as the target's final one."""
 
-    def __init__(self, target: PreTrainedModel, number: int, *, hidden_first: bool) -> None:
+    def __init__(self, target: PreTrainedModel, number: int) -> None:
         super().__init__()
-        self.hidden_first = hidden_first
         shape, last = shape_like(target), final_norm(target)
         kind: Any = type(last)
         if list(last.parameters()):
@@ -137,45 +125,8 @@ class MtpLayer(HeadLayer):
         keys: Keys,
     ) -> Tensor:
         """Return the normed states `[B, T, D]`; see `BlockContext.run`."""
-        pair = (self.enorm(embedded_BTD), self.hnorm(states_BTD))
-        joined_BTD = self.eh_proj(torch.cat(pair[::-1] if self.hidden_first else pair, -1))
+        joined_BTD = self.eh_proj(torch.cat([self.enorm(embedded_BTD), self.hnorm(states_BTD)], -1))
         return self.post_norm(context.run(self.mtp_block, joined_BTD, positions_BT, visible_B1TS, keys))
-
-
-class DepthChain(FeatureProposer):
-    """Modules of one depth each as a proposer (`heads.proposers.protocol.Proposer`); drafts at most one token a module.
-
-    At index i the module of depth k reads the state that the module before it gave there (depth 0: the target's) and the token
-    x_{i+1+k}. After a round only tokens up to x_{j+1} are certain, j being where the target's states end, so like transformers'
-    `MtpCache` each round reads the last indices again.
-
-    Once a round has asked for fewer tokens, later ones of the same batch get no more than that: the deeper modules have not
-    read along. So where a rule stops a round (`heads.proposers.builders`), all modules still read.
-    """
-
-    module: Mtp
-
-    def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
-        super().start(tokens, capacity, states)
-        self._read_again = self.module.num_caches - 1  # the last indices, which may rest on rejected drafts
-
-    def draft(self, inputs: RoundInputs, chain: ChainBuilder, num_tokens: int) -> None:
-        num_depths = min(self._read_again + 1, num_tokens)
-        self._read_again = num_depths - 1
-        window = self._pending.read(inputs)
-        states_BTD, known_BT = window.features_BTF, window.next_BT
-        B, T = known_BT.shape
-        # Row b's window of depth k starts at column k; its k drafts follow its last known token.
-        ids_BX = torch.cat([known_BT, known_BT.new_zeros(B, num_depths)], 1)
-        rows_B, last_B = torch.arange(B, device=self.device), window.last_B
-        positions_BT = self._place(window.first, T)
-        for depth in range(num_depths):
-            states_BTD = self.module.read(states_BTD, ids_BX[:, depth : depth + T], positions_BT, self._cache, depth)
-            ids_BX[rows_B, last_B + 1 + depth] = chain.add(self.module.draft_logits(window.last(states_BTD), depth))
-
-
-def make_proposer(module: Mtp, device: torch.device) -> Proposer:
-    return FeatureChain(module, device) if module.settings.shared_depths else DepthChain(module, device)
 
 
 def start_from_checkpoint(head: Mtp, target: PreTrainedModel) -> None:
@@ -185,14 +136,8 @@ def start_from_checkpoint(head: Mtp, target: PreTrainedModel) -> None:
     if not target.name_or_path:
         raise InputError("head.init checkpoint: the target was not loaded from a folder, where its MTP weights would be")
     native = NativeMtp(Path(target.name_or_path))
-    if native.num_layers != len(head.layers):
-        raise InputError(
-            f"head.init checkpoint: {target.name_or_path} holds {native.num_layers} MTP modules, the head {len(head.layers)}; "
-            "a single one goes with head.shared_depths true, several with false and head.num_depths set to their number"
-        )
     like = {f"layers.{name}": value for name, value in head.layers.state_dict().items()}
-    hidden_first = head.settings.concat_order == "hidden_first"
-    head.load_state_dict(native.read(like, hidden_first=hidden_first), strict=False)
+    head.load_state_dict(native.read(like), strict=False)
 
 
 # --- a block of the target's, run apart ----------------------------------------------------------------------------
@@ -339,4 +284,4 @@ def unrolled_mask(visible_B1TT: Tensor, depth: int, window: int | None) -> Tenso
     return torch.cat([visible_B1TT, *(square.expand_as(visible_B1TT) for square in squares)], -1)
 
 
-FAMILY = Family(settings=MtpSettings, build=Mtp, propose=make_proposer, start=start_from_checkpoint)
+FAMILY = Family(settings=MtpSettings, build=Mtp, propose=FeatureChain, start=start_from_checkpoint)

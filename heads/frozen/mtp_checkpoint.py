@@ -73,26 +73,28 @@ class TensorPart:
 
 
 class NativeMtp:
-    """The MTP tensors in a checkpoint's folder; an InputError where it holds none of a known naming."""
+    """The MTP tensors in a checkpoint's folder; an InputError where it holds none of a known naming, or several modules."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files = files_by_key(folder)
         self._num_blocks = _num_blocks(folder)
-        counted = [(naming, self._count(naming)) for naming in NAMINGS]
-        self.naming, self.num_layers = max(counted, key=lambda each: each[1])
-        if self.num_layers == 0:
+        found = [naming for naming in NAMINGS if self._has_module(naming, 0)]
+        if not found:
             known = "; ".join(f"{each.families}: {each.pattern('eh_proj')}.weight" for each in NAMINGS)
             raise InputError(f"{folder} holds no MTP weights that draftsmith knows ({known})")
+        self.naming = found[0]
+        if "{" in self.naming.prefix and self._has_module(self.naming, 1):
+            raise InputError(f"{folder} holds an MTP module for each of several depths, and heads here have one for all depths")
 
-    def read(self, like: Mapping[str, Tensor], *, hidden_first: bool, without: Collection[str] = ()) -> dict[str, Tensor]:
+    def read(self, like: Mapping[str, Tensor], *, without: Collection[str] = ()) -> dict[str, Tensor]:
         """Return the checkpoint's values of our tensors, in the checkpoint's dtype.
 
-        `like` are ours by name, `layers.{k}.{part}...` as in `heads.families.mtp.Mtp`, of which only shapes are looked at;
-        `hidden_first` is the order in which our projection reads; `without`: see `places`.
+        `like` are ours by name, `layers.0.{part}...` as in `heads.families.mtp.Mtp`, of which only shapes are looked at;
+        `without`: see `places`.
         """
         values = {}
-        for name, pieces in self.places(like, hidden_first=hidden_first, without=without).items():
+        for name, pieces in self.places(like, without=without).items():
             parts = [piece.turned(self._value(piece.key)) for piece in pieces]
             values[name] = torch.empty(like[name].shape, dtype=parts[0].dtype)
             for piece, part in zip(pieces, parts, strict=True):
@@ -115,15 +117,12 @@ class NativeMtp:
             (folder / file).unlink()  # a link to the target's
             write_weights(folder / file, read_tensors(self.folder / file) | tensors)
 
-    def places(
-        self, ours: Mapping[str, Tensor], *, hidden_first: bool, without: Collection[str] = ()
-    ) -> dict[str, list[TensorPart]]:
+    def places(self, ours: Mapping[str, Tensor], *, without: Collection[str] = ()) -> dict[str, list[TensorPart]]:
         """Return where each of our tensors lies, after checking that all and, but for `without`, nothing else is there."""
-        swapped = hidden_first != self.naming.hidden_first
-        places = {name: self._pieces(name, tuple(value.shape), swapped=swapped) for name, value in ours.items()}
+        places = {name: self._pieces(name, tuple(value.shape)) for name, value in ours.items()}
         wanted = {piece.key for pieces in places.values() for piece in pieces}
-        prefixes = tuple(self._spelled(self.naming.prefix, number) + "." for number in range(self.num_layers))
-        there = {key for key in self._files if key.startswith(prefixes) and not key.endswith(self.naming.borrowed)}
+        prefix = self._spelled(self.naming.prefix) + "."
+        there = {key for key in self._files if key.startswith(prefix) and not key.endswith(self.naming.borrowed)}
         quantised = " (it is quantised, and MTP modules are read and written unquantised only)"
         why = "" if quantization_of(self.folder) is None else quantised
         for words, keys in (
@@ -143,11 +142,11 @@ class NativeMtp:
                     raise InputError(f"{self.folder}: {piece.key} has shape {theirs}, the head's {name} asks for {own}")
         return places
 
-    def _pieces(self, name: str, shape: tuple[int, ...], *, swapped: bool) -> list[TensorPart]:
-        _, number, part, rest = name.split(".", 3)
-        key = f"{self._spelled(self.naming.pattern(part), int(number))}.{rest}"
+    def _pieces(self, name: str, shape: tuple[int, ...]) -> list[TensorPart]:
+        _, _, part, rest = name.split(".", 3)
+        key = f"{self._spelled(self.naming.pattern(part))}.{rest}"
         if part == "eh_proj":
-            return [TensorPart(key=key, swapped=swapped)]
+            return [TensorPart(key=key, swapped=self.naming.hidden_first)]
         stem, _, last = key.rpartition(".")
         if key in self._files or not stem.endswith(".experts"):
             return [TensorPart(key=key)]
@@ -160,14 +159,10 @@ class NativeMtp:
             for half_name, rows in (("gate_proj", slice(half)), ("up_proj", slice(half, None)))
         ]
 
-    def _count(self, naming: Naming) -> int:
-        projection, number = f"{naming.pattern('eh_proj')}.weight", 0
-        most = len(self._files) if "{" in projection else 1
-        while number < most and self._spelled(projection, number) in self._files:
-            number += 1
-        return number
+    def _has_module(self, naming: Naming, number: int) -> bool:
+        return self._spelled(f"{naming.pattern('eh_proj')}.weight", number) in self._files
 
-    def _spelled(self, pattern: str, number: int) -> str:
+    def _spelled(self, pattern: str, number: int = 0) -> str:
         return pattern.format(k=number, n=self._num_blocks + number)
 
     def _value(self, key: str) -> Tensor:

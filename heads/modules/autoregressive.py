@@ -98,7 +98,6 @@ class FeatureProposer(ABC):
     def __init__(self, module: HeadModule, device: torch.device, beyond: int = 0) -> None:
         self.module, self.device, self.taps = module, device, module.taps
         self._beyond = beyond
-        self._read_again = 0  # features of the last proposal that the next one has to read once more
         self._cache: RowCache
         self._pending: PendingFeatures
         self._has_read = False  # the pending features, by a proposal
@@ -134,7 +133,7 @@ class FeatureProposer(ABC):
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
         """Take the target's states of a round; where something else had drafted, what was not read stays before them."""
         held = self._pending.counts
-        kept = [min(self._read_again, count) for count in held] if self._has_read else held
+        kept = [0] * len(held) if self._has_read else held
         self._pending.move_on(self.module.features(states), [accepted + 1 for accepted in num_accepted], kept)
         self._has_read = False
 

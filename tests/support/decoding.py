@@ -16,7 +16,6 @@ PROMPTS = [[7, 12, 3], [20, 9, 9, 31, 5, 6], [40], [11, 12, 13, 11, 12, 13, 11, 
 HEADS = {
     **{kind: SETTINGS[kind] for kind in ("medusa", "eagle3", "mtp", "peagle", "dflash", "dspark", "dflash2", "domino")},
     "hydra": SETTINGS["hydra, prefix"],
-    "mtp_by_depth": SETTINGS["mtp, a module a depth"],
     "xpress": SETTINGS["xpress"].model_copy(update={"num_jacobi_passes": 1}),
     "early_exit": SETTINGS["early_exit"],
 }

@@ -108,7 +108,6 @@ SETTINGS = {
     "xpress, from the anchor": XPressSettings(kind="xpress", **BLOCK, xpress_rank=6, sample_from_anchor=True),
     "domino": DominoSettings(kind="domino", **BLOCK, gru_hidden_dim=10, emb_dim=6),
     "mtp": MtpSettings(kind="mtp", num_depths=3),
-    "mtp, a module a depth": MtpSettings(kind="mtp", num_depths=3, shared_depths=False),
     "early_exit": EarlyExitSettings(kind="early_exit", taps=[2], num_depths=3),
 }
 SOME_TOKENS = DraftVocabulary(token_ids_W=torch.arange(1, VOCAB_SIZE, 2), target_vocab_size=VOCAB_SIZE)
@@ -271,30 +270,6 @@ def assert_documents_are_apart(head, model, tolerance=1e-5):
             packed_depths.target_places_N - packed_depths.origins_N, depths.target_places_N - depths.origins_N
         )
         torch.testing.assert_close(packed_depths.hidden_ND, depths.hidden_ND, atol=tolerance, rtol=tolerance)
-
-
-def assert_learns(head, target, num_depths, steps=100, learning_rate=1e-2):
-    """Some steps on one conversation, and the head agrees with the target on every token at every depth."""
-    text = clear_text(target.model, length=16)
-    batch, states = inputs_of(target.model, [text], head.taps, answer_start=5)
-    objective = HeadObjective(head.train(), target, LossConfig())
-    optimizer = torch.optim.AdamW(head.parameters(), lr=learning_rate, weight_decay=0.0)
-    for _ in range(steps):
-        result = objective(batch, states)
-        optimizer.zero_grad()
-        result.loss.backward()
-        optimizer.step()
-    agreement_K = result.agrees_K / result.labels_K
-    torch.testing.assert_close(agreement_K[:num_depths], torch.ones(num_depths, dtype=agreement_K.dtype))
-
-
-@torch.no_grad()
-def clear_text(model, length):
-    """Return a text of random tokens at whose every place the target is sure of the next one: of many, the surest."""
-    ids_BT = torch.randint(1, VOCAB_SIZE, (64, length), generator=torch.Generator().manual_seed(4))
-    likeliest_BT2 = model(input_ids=ids_BT, use_cache=False).logits.topk(2).values
-    margin_BT = likeliest_BT2[..., 0] - likeliest_BT2[..., 1]
-    return ids_BT[margin_BT.amin(-1).argmax()].tolist()
 
 
 def assert_gradients_reach_everything(head, target):

@@ -106,7 +106,7 @@ def _runs(head: HeadConfig, length: float, label_share: float) -> tuple[float, f
     depths = float(getattr(head, "num_depths", 1))
     if head.kind in ("medusa", "hydra"):
         return 1.0, label_share, depths * label_share
-    if head.kind == "eagle3" or (head.kind == "mtp" and head.shared_depths):
+    if head.kind in ("eagle3", "mtp"):
         return depths, 1.0 if head.kind == "eagle3" else depths, depths * label_share
     if head.kind == "peagle":
         kept = sum(max(head.keep_share**depth, head.min_keep_share) for depth in range(head.num_depths))
@@ -114,7 +114,7 @@ def _runs(head: HeadConfig, length: float, label_share: float) -> tuple[float, f
     if isinstance(head, DFlashSettings):
         blocks_a_token = min(head.num_anchors, label_share * length) / length
         return blocks_a_token * head.block_size, 1.0, blocks_a_token * head.longest_draft
-    return 1.0, 1.0, label_share * (depths if head.kind == "mtp" else 1.0)
+    return 1.0, 1.0, label_share
 
 
 def _matrices(module: nn.Module) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from configs.runtime.errors import InputError
 from heads.formats.exporting.source import Source, vllm_command
@@ -34,10 +35,6 @@ MIMO = tuple(  # prefixes of a module's tensors: ours, and MiMo's
 def vllm(source: Source) -> ExportLayout:
     """Return the target with the modules in it where it has places for them, else MiMo's layout beside it."""
     source.require("vLLM", train_head=False)
-    if not source.settings.shared_depths and source.settings.num_depths > 1:
-        raise InputError(
-            "vLLM 0.32 applies the first MTP module at every depth, and this head has one for each (shared_depths)"
-        )
     return stitched(source) if has_mtp_modules(source.target.weights) else mimo(source)
 
 
@@ -48,7 +45,7 @@ def mimo(source: Source) -> ExportLayout:
     family, shape = source.target.config.model_type, source.target.shape
     if family not in BORROWERS:
         raise InputError(f"vLLM has no MTP for a {family} target whose checkpoint has no MTP weights of its own")
-    weights = renamed(source.mtp_modules_hidden_first(), MIMO)
+    weights = renamed({name: _state_first(name, stored) for name, stored in source.body().items()}, MIMO)
     biases = sorted(name for name in weights if name.endswith(".bias") and not name.endswith(QKV_BIASES))
     if biases:
         raise InputError(f"vLLM's MiMo class, which a {family} target borrows, has no place for {biases[0]}")
@@ -72,6 +69,11 @@ def mimo(source: Source) -> ExportLayout:
     )
 
 
+def _state_first(name: str, stored: Tensor) -> Tensor:
+    """Return a tensor of ours for a module whose projection reads the state before the embedding."""
+    return stored.roll(stored.shape[1] // 2, 1) if name.endswith("eh_proj.weight") else stored
+
+
 def stitched(source: Source) -> ExportLayout:
     """Return the target's checkpoint with the head's modules in the place of its own, where vLLM runs them as trained."""
     target = source.target
@@ -81,12 +83,7 @@ def stitched(source: Source) -> ExportLayout:
             f"it reads the target's last state {source.settings.reads} (head.reads), and vLLM gives modules of "
             f"{native.naming.families} the one {native.naming.reads}"
         )
-    modules = {name: stored for name, stored in source.body().items() if name.startswith("layers.")}
-    own = len({name.split(".")[1] for name in modules})
-    if own != native.num_layers:
-        raise InputError(f"it has {own} MTP modules, and {target.folder} has places for {native.num_layers}")
-    hidden_first = source.settings.concat_order == "hidden_first"
-    places = native.places(modules, hidden_first=hidden_first)
+    module = {name: stored for name, stored in source.body().items() if name.startswith("layers.")}
     options = ("--no-enable-prefix-caching",) if target.config.model_type.startswith(HYBRID) else ()
     return ExportLayout(
         serve=vllm_command(source, "mtp", *options, stitched=True),
@@ -95,5 +92,5 @@ def stitched(source: Source) -> ExportLayout:
             "folder, so change neither in place.",
             *source.whole_vocabulary_note("vLLM"),
         ),
-        copy_target=partial(native.stitch_into, values=modules, places=places),
+        copy_target=partial(native.stitch_into, values=module, places=native.places(module)),
     )

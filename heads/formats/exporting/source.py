@@ -134,15 +134,6 @@ class Source:
     def body(self) -> Weights:
         return {name: stored for name, stored in self.weights.items() if not name.startswith("lm_head")}
 
-    def mtp_modules_hidden_first(self) -> Weights:
-        """Return the modules of an MTP head, their projections reading the state before the embedding."""
-        if self.settings.concat_order == "hidden_first":
-            return self.body()
-        return {
-            name: stored.roll(stored.shape[1] // 2, 1) if name.endswith("eh_proj.weight") else stored
-            for name, stored in self.body().items()
-        }
-
     def check_complete(self) -> None:
         """Refuse a head whose tensors are not exactly those that its settings call for on its target."""
         if self.settings is None:

@@ -3,7 +3,7 @@
 `KNOWN` lists the forms. A feature that our families lack is refused here; whether the tensors fit the target is checked in
 `heads.formats.importing.importer`.
 
-The MTP modules of a checkpoint are those of the target's own, or of one in MiMo's layout that lies beside a target, as the
+The MTP module of a checkpoint is that of the target's own, or of one in MiMo's layout that lies beside a target, as the
 export for vLLM is. Names, the order of the projection and experts kept one by one are known to `heads.frozen.mtp_checkpoint`.
 """
 
@@ -217,20 +217,17 @@ def _taps(ids: list[int] | None, layer_ids: LayerIds) -> list[int] | None:
 
 
 def _modules_of_a_checkpoint(folder: Path, weights: Weights, reads: str | None) -> ExternalDraft:
-    """Return a checkpoint's MTP modules under our names; the block is the target's kind, and so are its tensors."""
+    """Return a checkpoint's MTP module under our names; the block is the target's kind, and so are its tensors."""
     native = NativeMtp(folder)
-    several = native.num_layers > 1
     if reads is None:
-        # Modules that stand alone are written by `heads.formats.exporting.mtp.mimo`, whatever their naming.
+        # A module that stands alone is written by `heads.formats.exporting.mtp.mimo`, whatever their naming.
         reads = native.naming.reads if any(name.startswith(BACKBONE) for name in weights) else "post_norm"
-    settings = {"shared_depths": not several, "reads": reads} | ({"num_depths": native.num_layers} if several else {})
     return ExternalDraft(
         form=f"MTP of a checkpoint, named as in {native.naming.families}",
         kind="mtp",
-        settings=settings,
+        settings={"reads": reads},
         layer=None,
         weights={},
-        num_speculative_tokens=native.num_layers if several else None,
         placed=partial(_placed, native, weights),
     )
 
@@ -239,4 +236,4 @@ def _placed(native: NativeMtp, weights: Weights, own: Shapes) -> Weights:
     """Return the tensors by our names and shapes; MiMo's layout has biases of zeros where a Llama block has none."""
     like = {name: torch.empty(shape, device="meta") for name, shape in own.items() if name.startswith("layers.")}
     biases = [name for name in weights if "mtp" in name and name.endswith("_proj.bias")]
-    return native.read(like, hidden_first=False, without={name for name in biases if not weights[name].any()})
+    return native.read(like, without={name for name in biases if not weights[name].any()})

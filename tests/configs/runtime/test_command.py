@@ -137,7 +137,7 @@ def test_a_key_has_its_type_default_and_the_comment_beside_it():
     keys = {(key.path, key.kind): key for key in keys_of(HeadsConfig)}
     depths = keys["head.num_depths", "kind: mtp"]
     assert (depths.type, depths.default, depths.sentence) == ("integer", "4", "depths trained")
-    assert keys["head.concat_order", "kind: mtp"].type == "embedding_first | hidden_first"
+    assert keys["head.reads", "kind: mtp"].type == "post_norm | pre_norm"
     assert keys["target.revision", ""].type == "string | null"
 
 

@@ -17,7 +17,6 @@ from tests.support.tiny_heads import HEADS
 # Each family once on full attention and, where its own attention might care, on a target with a sliding window of 5.
 SETTINGS = HEADS | {
     "hydra++": HEADS["hydra"] | {"prefix_attention": True},
-    "mtp-by-depth": HEADS["mtp"] | {"shared_depths": False},
     "dspark": HEADS["dflash"] | {"kind": "dspark", "markov_rank": 4},
     "dflash2": HEADS["dflash"] | {"kind": "dflash2", "selector_rank": 4},
     "domino": HEADS["dflash"] | {"kind": "domino", "gru_hidden_dim": 6, "emb_dim": 4},

@@ -11,9 +11,7 @@ import torch
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig, DynamicTree, StaticTree
 from eval.decoder.decode import decode, generate
-from heads.artifact import load_draft, save_draft_lm
 from heads.frozen.hidden_states import blocks, forward_states
-from heads.metadata import read_metadata
 from heads.proposers.draft_lm import DraftLM
 from tests.support.corrected import corrected
 from tests.support.decoding import PROMPTS, requests_for
@@ -198,12 +196,3 @@ def test_what_is_no_number_ends_its_own_request_and_no_other(shape, whose, tiny_
     else:  # drafts that are not drawn from a distribution cost nothing but time
         assert mixed[-1].stop_reason == "length"
         assert mixed[-1].tokens == unbroken[-1].tokens
-
-
-def test_a_draft_that_lacks_tokens_it_claims_to_say_is_refused(tiny_run, tiny_llama, tiny_tokenizer, tmp_path, as_target):
-    metadata = read_metadata(tiny_run / "artifact")
-    save_draft_lm(tmp_path / "artifact", tiny_llama(vocab_size=50, dtype=torch.float32), tiny_tokenizer, metadata)
-    target = as_target(tiny_llama(seed=1, dtype=torch.float32))
-    identity = {key: value for key, value in metadata.target.items() if key.endswith("sha256")}
-    with pytest.raises(InputError, match=r"its model has 50 tokens, while draftsmith\.json says 64"):
-        load_draft(tmp_path / "artifact", replace(target.identity, **identity), target.model)

@@ -57,7 +57,7 @@ OTHERS = {
     ),
 }
 BLOCKS = {"dflash", "dspark", "dflash2", "xpress", "domino"}
-CHAINS_ONLY = sorted({"mtp_by_depth", "peagle", "prompt_lookup", "suffix_lookup", "lookup_first", "early_exit"} | BLOCKS)
+CHAINS_ONLY = sorted({"peagle", "prompt_lookup", "suffix_lookup", "lookup_first", "early_exit"} | BLOCKS)
 TREES_ONLY = {"merged"}
 CASES = [
     (name, shape)

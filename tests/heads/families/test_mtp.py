@@ -1,4 +1,4 @@
-"""MTP: a module around a block of the target's own family, unrolled as it drafts, or one module for each depth."""
+"""MTP: a module around a block of the target's own family, unrolled as it drafts."""
 
 from copy import deepcopy
 
@@ -6,16 +6,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import MtpSettings
 from heads.families.registry import FAMILIES
 from heads.frozen.hidden_states import final_norm
 from heads.inference.runner import backbone
-from heads.proposers.protocol import RoundInputs
-from heads.sampling.draws import CounterRNG
 from tests.support import family_checks as checks
 
-SHARED, OWN = checks.SETTINGS["mtp"], checks.SETTINGS["mtp, a module a depth"]
+MTP = checks.SETTINGS["mtp"]
 
 
 @pytest.fixture(scope="module")
@@ -42,39 +39,34 @@ def one_block_model(model, block, norm, number):
 
 
 def naive_states(head, model, ids, states_TD, origin, num_depths, number):
-    """Return the states at an origin by depth: the whole text up to there run again, in its chain or by module after module."""
-    settings, states, sequence = head.settings, [], []
+    """Return the states at an origin by depth: the whole text up to there run again, with the chain after it."""
+    states, layer = [], head.layers[0]
 
-    def fused(layer, token, state_D):
+    def fused(token, state_D):
         parts = [layer.enorm(model.get_input_embeddings()(torch.tensor(token))), layer.hnorm(state_D)]
-        return layer.eh_proj(torch.cat(parts[::-1] if settings.concat_order == "hidden_first" else parts))
+        return layer.eh_proj(torch.cat(parts))
 
+    run = one_block_model(model, layer.mtp_block, layer.post_norm, number)
+    sequence = [fused(ids[t + 1], states_TD[t]) for t in range(origin + 1)]
     for depth in range(num_depths):
-        layer = head.layers[0 if settings.shared_depths else depth]
-        run = one_block_model(model, layer.mtp_block, layer.post_norm, number)
-        if depth == 0 or not settings.shared_depths:
-            sequence = [fused(layer, ids[t + 1 + depth], states_TD[t]) for t in range(origin + 1)]
-        else:
-            sequence.append(fused(layer, ids[origin + 1 + depth], states[-1]))
-        states_TD = run(torch.stack(sequence))
-        states.append(states_TD[-1])
+        if depth > 0:
+            sequence.append(fused(ids[origin + 1 + depth], states[-1]))
+        states.append(run(torch.stack(sequence))[-1])
     return states
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("settings", "name", "values"),
+    ("name", "values"),
     [
-        *((settings, name, {}) for settings in (SHARED, OWN) for name in checks.CONFIGS),
-        # Block 2 slides over 5 positions, fewer than the text has.
-        *((settings, "gemma3", {"init_block": 2}) for settings in (SHARED, OWN)),
-        (SHARED, "gemma3", {"concat_order": "hidden_first"}),
-        (SHARED, "gemma3", {"reads": "pre_norm"}),
+        *((name, {}) for name in checks.CONFIGS),
+        ("gemma3", {"init_block": 2}),  # which slides over 5 positions, fewer than the text has
+        ("gemma3", {"reads": "pre_norm"}),
     ],
 )
-def test_states_are_those_of_the_targets_own_model_run_origin_by_origin(settings, name, values):
+def test_states_are_those_of_the_targets_own_model_run_origin_by_origin(name, values):
     model, ids, seen = checks.tiny_target(name), checks.PROMPTS[1], 0
-    head = checks.build(changed(settings, **values), model)
+    head = checks.build(changed(MTP, **values), model)
     batch, states = checks.inputs_of(model, [ids], head.taps)
     depths = head(batch, states)
     states_TD = (states.taps_ABTE[0] if "reads" in values else states.final_BTE)[0]
@@ -88,18 +80,17 @@ def test_states_are_those_of_the_targets_own_model_run_origin_by_origin(settings
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("values", [{"init_block": 2}, {"shared_depths": False, "init_block": 2, "num_depths": 5}])
-def test_it_drafts_as_it_was_trained_in_a_window_and_with_depths_to_spare(values, attention):
+def test_it_drafts_as_it_was_trained_in_a_window(attention):
     model = deepcopy(checks.tiny_target("gemma3"))
     model.set_attn_implementation(attention)
-    head = checks.build(changed(SHARED, **values), model)
+    head = checks.build(changed(MTP, init_block=2), model)
     checks.assert_drafts_as_trained(head, model, tolerance=1e-4)
     checks.assert_documents_are_apart(head, model)
 
 
 @pytest.mark.parametrize(("init_block", "number"), [(None, 3), (1, 1)])
 def test_the_block_starts_as_one_of_the_targets_and_the_last_norm_as_its_final_one(target, init_block, number):
-    head = FAMILIES["mtp"].build(changed(OWN, init_block=init_block), target.model, None)
+    head = FAMILIES["mtp"].build(changed(MTP, init_block=init_block), target.model, None)
     for layer in head.layers:
         for name, value in target.model.model.layers[number].state_dict().items():
             copied = layer.mtp_block.state_dict()[name]
@@ -107,18 +98,3 @@ def test_the_block_starts_as_one_of_the_targets_and_the_last_norm_as_its_final_o
             assert copied.data_ptr() != value.data_ptr()
         assert torch.equal(layer.post_norm.weight, target.model.model.norm.weight)
     assert len({parameter.data_ptr() for parameter in head.parameters()}) == len(list(head.parameters()))
-
-
-@torch.no_grad()
-def test_modules_that_did_not_read_along_stay_out(target):
-    head = checks.build(OWN, target.model)
-    proposer = FAMILIES["mtp"].propose(head, target.device)
-    tokens, rng = [[*checks.PROMPTS[0], 1]], CounterRNG(0, [0], target.device)
-    rounds, counts = checks.Rounds(proposer, target.model), []
-    rounds.start(tokens)
-    for asked in (5, 1, 3):
-        proposal = proposer.propose(RoundInputs.of(tokens, rng), asked, SamplingConfig(), keep_logits=False)
-        counts.append(proposal.num_drafted.host)
-        rounds.commit(tokens, [[]], [0])
-        tokens = [[*tokens[0], 2]]
-    assert counts == [[3], [1], [1]]

@@ -169,6 +169,7 @@ REDUCED = {"draft_vocabulary": "reduced", "draft_vocab_size": 5}
         ({"surprise": 1}, None, "surprise"),
         ({"num_speculative_tokens": 0}, None, "num_speculative_tokens"),
         ({"target": {}}, None, "name"),
+        ({"draft_vocab_size": 99}, None, "says 99"),  # tokens, of which its model has fewer
         (REDUCED, [1, 5, 8, 30], VOCABULARY_FILE),
         (REDUCED, [1, 5, 8, 30, 70], "token 70"),
     ],

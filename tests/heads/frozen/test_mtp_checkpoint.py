@@ -14,7 +14,6 @@ from tests.support import family_checks as checks
 from tests.support.mtp_checkpoints import (
     BLOCKS,
     SPELLINGS,
-    WIDTH,
     write_checkpoint,
     write_experts,
     write_modules,
@@ -50,23 +49,13 @@ def stitch(folder, tensors, out):
     """Write a copy of a checkpoint with these modules in it."""
     out.mkdir()
     native = NativeMtp(folder)
-    native.stitch_into(out, tensors, native.places(tensors, hidden_first=False))
+    native.stitch_into(out, tensors, native.places(tensors))
 
 
 @pytest.mark.parametrize("naming", SPELLINGS)
-@pytest.mark.parametrize("order", ["embedding_first", "hidden_first"])
-def test_a_head_starts_from_the_checkpoints_own_module(checkpoint, naming, order):
-    target, ours = checkpoint(naming)
-    layers = layers_of(started(ONE.model_copy(update={"concat_order": order}), target))
-    if order == "hidden_first":
-        ours["layers.0.eh_proj.weight"] = ours["layers.0.eh_proj.weight"].roll(WIDTH, 1)
-    assert set(layers) == set(ours)
-    assert all(torch.equal(layers[name], value) for name, value in ours.items())
-
-
-def test_modules_of_every_depth_are_read(checkpoint):
-    target, ours = checkpoint("deepseek", modules=2, shards=3)
-    layers = layers_of(started(ONE.model_copy(update={"num_depths": 2, "shared_depths": False}), target))
+def test_a_head_starts_from_the_checkpoints_own_module(checkpoint, naming):
+    target, ours = checkpoint(naming, shards=3)
+    layers = layers_of(started(ONE, target))
     assert set(layers) == set(ours)
     assert all(torch.equal(layers[name], value) for name, value in ours.items())
 
@@ -101,6 +90,12 @@ def test_experts_kept_one_by_one_are_stacked_and_put_back(tmp_path):
 # --- refusals -----------------------------------------------------------------------------------------------------
 
 
+def test_modules_for_each_of_several_depths_are_refused(tmp_path):
+    write_modules(tmp_path / "target", checks.tiny_target("qwen3"), "deepseek", modules=2)
+    with pytest.raises(InputError, match="an MTP module for each of several depths"):
+        NativeMtp(tmp_path / "target")
+
+
 def test_a_checkpoint_without_a_module_of_a_known_naming_is_refused(tmp_path):
     write_checkpoint(tmp_path / "target", checks.tiny_target("llama"), {"nextn.0.mixer.weight": torch.zeros(2)})
     with pytest.raises(InputError, match="holds no MTP weights that draftsmith knows"):
@@ -118,4 +113,4 @@ def test_a_checkpoint_without_a_module_of_a_known_naming_is_refused(tmp_path):
 def test_tensors_that_do_not_fit_are_named(tmp_path, naming, name, value, words):
     ours = write_modules(tmp_path / "target", checks.tiny_target("llama"), naming, changes={name: value})
     with pytest.raises(InputError, match=words.format(name=name)):
-        NativeMtp(tmp_path / "target").read(ours, hidden_first=False)
+        NativeMtp(tmp_path / "target").read(ours)

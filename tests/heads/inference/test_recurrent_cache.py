@@ -1,4 +1,4 @@
-"""States of recurrent layers follow each row's own text: rows go back, leave, are copied and take paths of trees.
+"""States of recurrent layers follow each row's own text: rows go back, leave and are copied.
 
 Of three kinds: beside attention layers, in one layer with attention, and alone.
 """
@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM, FalconH1Config, Mamba2Config, Qwen3_5TextConfig
 
 from heads.inference.causal_lm import forward_rows, new_cache, read_documents
-from heads.sampling.token_tree import tree_attention
 
 SIZE = {"vocab_size": 12, "hidden_size": 32, "num_hidden_layers": 2, "bos_token_id": None, "eos_token_id": None}
 BLOCK = SIZE | {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -74,22 +73,3 @@ def test_a_row_goes_back_to_what_is_held_and_no_further(name):
     rows.read([7, 6, 8], 2)
     with pytest.raises(ValueError, match="row 0 goes on at 6; states are kept for 7 to 9"):
         rows.read([6, 7, 9], 1)
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_tokens_of_a_tree_follow_their_parents_and_rows_go_on_from_their_paths(name):
-    rows = Rows(name, 8)
-    starts, paths = [8, 6, 5], [[0, 2, 4], [0, 1], [0]]
-    parents = [0, 0, 1, 2, 2]  # of drafts 1 to 5
-    for text, start in zip(rows.texts, starts, strict=True):
-        text[start + 1 : start + 3] = [3, 5]
-    attention = tree_attention(torch.tensor([parents] * 3), starts)
-    tree_BK = torch.tensor([[text[start], 3, 4, 5, 6, 7] for text, start in zip(rows.texts, starts, strict=True)])
-    hidden_BKD = forward_rows(rows.model, rows.cache, tree_BK, starts, attention)
-    for row, path in enumerate([[0, 1, 3], [0, 2, 4], [0, 2, 5]]):
-        text = [*rows.texts[row][: starts[row]], *tree_BK[row, path].tolist()]
-        alone_1TD = read_documents(rows.model, torch.tensor([text]), None)
-        torch.testing.assert_close(hidden_BKD[row, path], alone_1TD[0, starts[row] :], atol=1e-4, rtol=1e-4)
-    rows.cache.keep_path(starts, paths)
-    rows.texts[0][9:11] = [4, 6]
-    rows.read([11, 8, 6], 3)

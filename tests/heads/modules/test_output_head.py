@@ -30,18 +30,6 @@ def test_its_logits_start_as_the_targets(name, vocabulary, trainable):
         assert head.vocabulary.token_ids_W.tolist() == IDS_W.tolist()
 
 
-@WAY
-def test_what_is_borrowed_is_neither_saved_nor_trained(vocabulary, trainable):
-    model = checks.tiny_target("llama")
-    head = DraftHead(model, vocabulary, trainable=trainable)
-    borrowed = vocabulary is None and not trainable
-    assert set(head.state_dict()) == (set() if borrowed else {"weight"})
-    assert [name for name, _ in head.named_parameters()] == (["weight"] if trainable else [])
-    shares = head.parameters_used[0].data_ptr() == model.lm_head.weight.data_ptr()
-    assert shares == borrowed
-    assert [value.requires_grad for value in head.parameters_used] == [trainable]
-
-
 def test_a_trained_copy_is_kept_in_float32_and_leaves_the_target_alone(tiny_llama):
     model = tiny_llama(dtype=torch.bfloat16)
     before_VD = model.lm_head.weight.clone()

@@ -97,7 +97,6 @@ def test_medusa_is_widened_by_rows_that_never_win(write, own_output_heads):
         (EAGLE, {"qk_norm": True}, "sglang", "head.qk_norm"),
         (DFLASH, {"taps": [2, 4]}, "transformers", "h_4, the last block's state"),
         (MTP, {"reads": "pre_norm"}, "vllm", "head.reads"),
-        (MTP, {"shared_depths": False}, "vllm", "shared_depths"),
         (MTP, {"train_head": True}, "vllm", "head.train_head"),
         (DFLASH, {"train_head": True}, "sglang", "head.train_head"),
         (HydraSettings(kind="hydra"), {}, "vllm", "hydra goes to no engine yet"),

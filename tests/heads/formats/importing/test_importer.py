@@ -21,7 +21,6 @@ PEAGLE = PEagleSettings(kind="peagle", taps=[1, 2, 3], num_layers=2, num_depths=
 DFLASH, DSPARK, DFLASH2, XPRESS, DOMINO, MEDUSA, MTP = (
     checks.SETTINGS[kind] for kind in ("dflash", "dspark", "dflash2", "xpress", "domino", "medusa", "mtp")
 )
-HIDDEN_FIRST = {"concat_order": "hidden_first"}
 OWN_LAYER = LayerSettings(mlp_width=96, num_heads=8, num_key_value_heads=2, norm_epsilon=1e-3, rope_scaling=checks.LLAMA3)
 OWN_PARTS = {"layer": OWN_LAYER, "norm_taps": False, "norm_joined_taps": True, "own_embedding": True}
 PLAIN = {**checks.NO_NORMS, "train_head": True}
@@ -46,7 +45,7 @@ TRIPS = [
     (DOMINO, {}, "llama", "sglang"),
     (MEDUSA, {}, "llama", "vllm"),
     (MEDUSA, checks.OWN_HEADS, "llama", "vllm"),
-    (MTP, HIDDEN_FIRST, "llama", "vllm"),
+    (MTP, {}, "llama", "vllm"),
 ]
 WHOLE_ONLY = ("dflash2", "domino")  # whose form has no place for a reduced vocabulary
 WITH_VOCABULARY = [
@@ -86,8 +85,7 @@ def test_a_draft_comes_back_with_equal_weights_and_drafts(write, tmp_path, setti
         return
     assert torch.equal(again, drafted)
     torch.testing.assert_close(again_BGV, logits_BGV, rtol=1e-5, atol=1e-4)
-    if options != HIDDEN_FIRST:
-        assert_same_weights(written.artifact, tmp_path / "back")
+    assert_same_weights(written.artifact, tmp_path / "back")
 
 
 def test_ids_of_hidden_states_can_be_taken_otherwise_than_the_form_says(write, exported):
@@ -120,7 +118,6 @@ def test_a_module_of_a_checkpoint_is_a_draft_that_reads_what_its_family_does(tmp
     model, folder = checks.tiny_target("qwen3"), tmp_path / "target"
     ours = native.write_modules(folder, model, naming, shards=3)
     fitted = fit(read_external(folder, reads="pre_norm"), model)
-    assert fitted.settings.shared_depths
     assert fitted.taps == (native.BLOCKS,)  # the state before the final norm
     assert fitted.weights.keys() == ours.keys()
     assert all(torch.equal(fitted.weights[name], ours[name]) for name in ours)
@@ -131,14 +128,6 @@ def test_modules_alone_in_mimos_layout_are_taken_for_an_export(write):
     written = write(MtpSettings(kind="mtp", num_depths=2))
     export(written.source(), "vllm", written.out)
     assert fit(read_external(written.out), written.model).settings.reads == "post_norm"
-
-
-def test_several_modules_are_one_for_each_depth(tmp_path):
-    model = checks.tiny_target("qwen3")
-    native.write_modules(tmp_path / "target", model, "deepseek", modules=2)
-    external = read_external(tmp_path / "target")
-    settings = fit(external, model).settings
-    assert (settings.shared_depths, settings.num_depths, external.num_speculative_tokens) == (False, 2, 2)
 
 
 def test_a_module_with_biases_for_a_block_without_is_refused_unless_they_are_0(tmp_path):
