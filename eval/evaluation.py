@@ -21,8 +21,7 @@ from configs.runtime.command import DONE
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_json, write_json, write_text
 from configs.runtime.redaction import mask_arguments, mask_secrets
-from configs.runtime.resumable import fingerprint
-from configs.runtime.run_record import describe_git, describe_hardware, describe_versions, write_run_record
+from configs.runtime.run_record import describe_git, describe_hardware, describe_versions, fingerprint, write_run_record
 from configs.runtime.terminal import say
 from configs.schema.evaluation import EvalConfig
 from eval.acceptance import Tally

@@ -104,16 +104,6 @@ def allocated_peak(device: torch.device) -> int | None:
     return _asked(device, lambda: int(torch.accelerator.max_memory_allocated(device)))
 
 
-def free_memory(device: torch.device) -> int | None:
-    """Return how many bytes are free, those that torch keeps included; None where it cannot tell, and for the CPU."""
-
-    def free() -> int:
-        kept = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
-        return int(torch.accelerator.get_memory_info(device)[0]) + kept
-
-    return _asked(device, free)
-
-
 @cache
 def has_timed_events(device: torch.device) -> bool:
     """Return whether events queued on the device tell the time between them."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from configs.startup import guard_imports
+    from configs.runtime.errors import guard_imports
 
     guard_imports()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import runpy
 import sys
 
-from configs.startup import BAD_INPUT, guard_imports
+from configs.runtime.errors import BAD_INPUT, guard_imports
 
 # Command -> the module it runs, and what it does.
 COMMANDS = {

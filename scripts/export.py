@@ -24,9 +24,8 @@ def main(config: ExportConfig, args: argparse.Namespace) -> None:
     from configs.runtime.errors import InputError
     from configs.schema.training import TargetConfig
     from distill.dataset.conversations import first_answers, target_of
-    from heads.formats.exporting.exporter import SERVE_FILE, export
+    from heads.formats.exporting.exporter import SERVE_FILE, export, export_suffix_lookup
     from heads.formats.exporting.source import TargetFolder, read_source
-    from heads.formats.exporting.suffix_lookup import export_suffix_lookup
     from heads.frozen.identity import hash_tokenizer, locate
     from heads.frozen.tokenizer import load_tokenizer
     from heads.metadata import locate_artifact, read_metadata

@@ -16,11 +16,10 @@ from typing import Any, NoReturn
 
 from pydantic import BaseModel
 
-from configs.runtime.errors import InputError, RunFailed, Stopped, first_line
+from configs.runtime.errors import BAD_INPUT, FAILED, INTERRUPTED, InputError, RunFailed, Stopped, first_line, keep_freed_memory
 from configs.runtime.files import out_of_space
 from configs.runtime.loading import load_config, render_config, render_keys
 from configs.runtime.terminal import is_main_process, one_line, say, setup_logging, show
-from configs.startup import BAD_INPUT, FAILED, INTERRUPTED, keep_freed_memory
 
 DONE = 0
 GATE_FAILED = 1

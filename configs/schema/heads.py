@@ -147,7 +147,7 @@ class MtpSettings(HeadSettings):
     """Next-token embedding and final state, joined and passed through a block of the target's architecture (DeepSeek-V3)."""
 
     kind: Literal["mtp"]
-    num_depths: PositiveInt = 4  # depths trained, one module applied repeatedly
+    num_depths: PositiveInt = 4  # depths trained
     reads: Literal["post_norm", "pre_norm"] = "post_norm"  # the target's last state after its final norm, or (MiMo) before it
     init_block: NonNegativeInt | None = None  # start the block from this one of the target's; None: the last of attention
     init: Literal["scratch", "checkpoint"] = "scratch"  # checkpoint: the MTP weights in the target's own folder

@@ -26,8 +26,7 @@ from transformers import PreTrainedModel
 
 from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.files import LOCK_FILE, BackgroundWrite, folder_lock, write_bytes, write_json
-from configs.runtime.resumable import fingerprint
-from configs.runtime.run_record import RECORD, write_run_record
+from configs.runtime.run_record import RECORD, fingerprint, write_run_record
 from configs.runtime.terminal import progress
 from configs.schema.data import CacheConfig
 from distill.cache.reader import (

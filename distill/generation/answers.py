@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from configs.runtime.resumable import Journal, Place
+from configs.runtime.run_record import Journal, Place
 from configs.runtime.terminal import progress
 from configs.schema.data import AnswersConfig
 from distill.dataset.conversations import Conversation, Message

@@ -21,8 +21,7 @@ from accelerate import PartialState
 from configs.runtime.errors import InputError
 from configs.runtime.files import drop_leftovers, folder_lock, new_folder, sha256_of, write_json
 from configs.runtime.redaction import mask_secrets
-from configs.runtime.resumable import Journal, fingerprint, fingerprint_of
-from configs.runtime.run_record import write_run_record
+from configs.runtime.run_record import Journal, fingerprint, fingerprint_of, write_run_record
 from configs.schema.data import DataConfig
 from distill.dataset.conversations import FORMAT_VERSION, MANIFEST, WRITTEN_BY
 from distill.generation.answers import ANSWER_JOURNALS, Answered, AnswerJob, existing_answers

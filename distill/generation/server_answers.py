@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from configs.runtime.errors import InputError
-from configs.runtime.resumable import fingerprint
+from configs.runtime.run_record import fingerprint
 from configs.runtime.terminal import progress
 from configs.schema.data import DataConfig
 from distill.dataset.conversations import FORMAT_VERSION

@@ -1,6 +1,6 @@
 """The proposers of an evaluation: the draft under evaluation (`load_evaluated`), and the baselines (`make_baselines`).
 
-The draft is one artifact, or several whose candidates are merged into one tree (`heads.proposers.merged`). Baselines need no
+The draft is one artifact, or several whose candidates are merged into one tree (`heads.proposers.lookup`). Baselines need no
 training; suffix lookup knows the answers of `lookup_answers`, and those to the prompts that this process measured before
 (`Measurement.teach`).
 """
@@ -26,8 +26,7 @@ from heads.artifact import Draft, load_draft
 from heads.frozen.identity import TargetIdentity
 from heads.frozen.loading import Target
 from heads.metadata import agreed, hash_together
-from heads.proposers.lookup import PromptLookup, SuffixLookup
-from heads.proposers.merged import LookupFirst, MergedDrafts
+from heads.proposers.lookup import LookupFirst, MergedDrafts, PromptLookup, SuffixLookup
 from heads.proposers.protocol import Proposer
 from heads.proposers.suffixes import KNOWN_TOKENS
 

@@ -20,7 +20,7 @@ from accelerate.utils import broadcast_object_list
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import write_bytes
-from configs.runtime.resumable import Journal
+from configs.runtime.run_record import Journal
 from eval.decoder.records import Generation, Round, Timing
 from heads.frozen.media import MediaPrompt
 

@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import downloads_folder, fetch_wheel, new_folder, sha256_of, write_text
-from configs.runtime.resumable import fingerprint
+from configs.runtime.run_record import fingerprint
 from configs.schema.target import IDENTITY, TargetConfig
 from heads.frozen.weights import INDEX_FILE, SINGLE_FILE, files_by_key, indexed_files, recast
 

@@ -112,7 +112,7 @@ class Proposer(Protocol):
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
         """Take note of how many drafts each row accepted; the target then added one token of its own.
 
-        Another draft may have made them (`heads.proposers.merged`); they are in the tokens of the next `propose`.
+        Another draft may have made them (`heads.proposers.lookup`); they are in the tokens of the next `propose`.
 
         Args:
             states: the target's at the once pending token and the drafts, `[B, 1 + G, ...]`; the first 1 + `num_accepted[b]`

@@ -2,7 +2,7 @@
 
 The counts of all suffixes are interpolated by the weights of Witten and Bell (1991, method C), where SuffixDecoding (arXiv
 2411.04975) drafts from the longest suffix alone. The file needs nothing but Python: exports take it along
-(`heads.formats.exporting.suffix_lookup`).
+(`heads.formats.exporting.exporter`).
 
 A suffix automaton (Blumer et al. 1985) is the smallest one that accepts all substrings of some texts: a state stands for the
 substrings that end at the same positions, and its suffix link leads to the longest of their suffixes that ends at more.

@@ -1,6 +1,6 @@
 """Suffix lookup in vLLM 0.32: a proposer class of a user's own (`custom_class`), which vLLM's process imports from an export.
 
-Written by `heads.formats.exporting.suffix_lookup` beside `suffixes.py` and the answers, so it imports nothing else of this
+Written by `heads.formats.exporting.exporter` beside `suffixes.py` and the answers, so it imports nothing else of this
 project. vLLM gives the class no names of requests, and moves them from place to place: a request is known by its text.
 """
 

@@ -16,8 +16,7 @@ from typing import Any
 from configs.runtime.command import BAD_INPUT, DONE
 from configs.runtime.errors import InputError, RunFailed
 from configs.runtime.files import read_jsonl, read_object, write_json
-from configs.runtime.resumable import fingerprint
-from configs.runtime.run_record import RECORD
+from configs.runtime.run_record import RECORD, fingerprint
 from configs.runtime.terminal import say
 from configs.schema.commands.running import RunConfig, Stage
 from distill.generation.prompts import share_for

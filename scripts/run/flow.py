@@ -10,8 +10,7 @@ from pathlib import Path
 from configs.runtime.command import DONE, FAILED, INTERRUPTED
 from configs.runtime.errors import InputError
 from configs.runtime.files import find_shipped, new_folder, write_text
-from configs.runtime.resumable import files_fingerprint
-from configs.runtime.run_record import write_run_record
+from configs.runtime.run_record import files_fingerprint, write_run_record
 from configs.runtime.terminal import say
 from configs.schema.commands.running import DRAFT_FILE, RunConfig, Stage, Where, read_draft_file
 from eval.report.tables import table

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from configs.runtime.command import DONE
 from configs.runtime.files import read_jsonl, write_json
 from configs.runtime.loading import as_overrides, load_config
-from configs.runtime.resumable import fingerprint
+from configs.runtime.run_record import fingerprint
 from configs.schema.commands.release import CheckConfig, Engine
 from configs.schema.commands.running import RunConfig, Stage
 from configs.schema.data import CacheConfig, DataConfig

@@ -10,8 +10,7 @@ from configs.schema.decoding import DecodeConfig
 from eval.decoder.decode import Request, start_run
 from heads.families.registry import FAMILIES
 from heads.proposers.draft_lm import DraftLM
-from heads.proposers.lookup import PromptLookup, SuffixLookup
-from heads.proposers.merged import LookupFirst, MergedDrafts
+from heads.proposers.lookup import LookupFirst, MergedDrafts, PromptLookup, SuffixLookup
 from tests.device.mock_device import counted
 from tests.support import family_checks as checks
 from tests.support.decoding import HEADS

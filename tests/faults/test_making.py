@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from configs.runtime.command import DONE, FAILED
-from configs.runtime.resumable import Journal
+from configs.runtime.run_record import Journal
 from distill.cache.writer import BackgroundWrite, CacheJob, make_cache
 from distill.generation.make_dataset import make_dataset
 from tests.faults.conftest import content, kill_at_call, start_pair

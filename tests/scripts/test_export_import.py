@@ -16,8 +16,7 @@ from configs.schema.target import TargetConfig
 from distill.dataset.conversations import read_conversations
 from eval.release import read_artifact
 from heads.families.registry import FAMILIES
-from heads.formats.exporting.exporter import FORMS
-from heads.formats.exporting.suffix_lookup import PACKAGE
+from heads.formats.exporting.exporter import FORMS, PACKAGE
 from heads.frozen.loading import load_target
 from heads.metadata import read_metadata
 from heads.proposers.vllm_suffix_lookup import ANSWERS

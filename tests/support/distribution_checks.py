@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 from configs.schema.decoding import ConfidenceStopping, DecodeConfig, StaticTree
 from eval.decoder.decode import Request, decode
 from heads.proposers.draft_lm import DraftLM
-from heads.proposers.lookup import PromptLookup
-from heads.proposers.merged import LookupFirst
+from heads.proposers.lookup import LookupFirst, PromptLookup
 
 VOCAB, PROMPT, DEPTH = 4, (1, 2), 3
 AT_ONCE = 5_000
@@ -74,3 +73,21 @@ def sample(target, draft, config, number, prompt_ids="s", *, lookup=None):
         counts.update(generation.tokens[:DEPTH] for generation in generations)
         rounds += timing.num_rounds
     return counts, rounds
+
+
+def naive_distribution(logits, temperature, top_k=None, top_p=None):
+    """The distribution of one row of logits, in plain Python and float64."""
+    values = [value / temperature for value in logits]
+    order = sorted(range(len(values)), key=lambda index: -values[index])
+    kept = order if top_k is None else [index for index in order if values[index] >= values[order[:top_k][-1]]]
+    weights = {index: torch.tensor(values[index], dtype=torch.float64).exp().item() for index in kept}
+    total = sum(weights.values())
+    if top_p is not None:
+        chosen, mass = {}, 0.0
+        for index in kept:
+            if mass >= top_p:
+                break
+            chosen[index] = weights[index]
+            mass += weights[index] / total
+        weights, total = chosen, sum(chosen.values())
+    return [weights.get(index, 0.0) / total for index in range(len(values))]

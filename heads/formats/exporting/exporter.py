@@ -1,11 +1,18 @@
-"""Which engine takes which kind of draft in what form, and writing one: refuse, write, then put in place."""
+"""Which engine takes which kind of draft in what form, and writing one: refuse, write, then put in place.
+
+Suffix lookup that knows some answers has no weights: it is written as a package that vLLM imports.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import shlex
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+import numpy as np
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import new_folder, write_json, write_text
@@ -15,6 +22,7 @@ from heads.formats.exporting.source import Source
 from heads.formats.layout import ExportLayout
 from heads.frozen.identity import hash_weights
 from heads.frozen.weights import SINGLE_FILE, link_or_copy, write_weights
+from heads.proposers import suffixes, vllm_suffix_lookup
 
 SERVE_FILE = "serve.txt"
 Form = Callable[[Source], ExportLayout]
@@ -52,6 +60,12 @@ PROGRAMS = {"gguf": "llama.cpp", "openvino": "OpenVINO GenAI"}  # where the form
 WITHOUT_NORMS = ("gguf", "openvino")  # their EAGLE-3 norms neither its taps nor the state that it feeds back
 # Words in the path of a draft's folder that vLLM 0.32 takes for the method, whatever the config says.
 PATH_WORDS = ("eagle-", "eagle3", "dflash", "dspark")
+PACKAGE = "draftsmith_suffix_lookup"
+LOOKUP_DRAFTS = 6  # a round at most, where nothing else is asked for; a chain ends by its probability
+LOOKUP_NOTE = (
+    "vLLM calls its interface for a user's own class experimental; this one is written for 0.32. A target of several kinds of "
+    "attention, and pipeline parallelism, were not run."
+)
 
 
 def export(
@@ -136,3 +150,28 @@ def _write(layout: ExportLayout, folder: Path) -> None:
     write_json(folder / "config.json", dict(layout.config))
     for name, value in layout.json_files.items():
         write_json(folder / name, value)
+
+
+def export_suffix_lookup(
+    answers: Sequence[Sequence[int]], target: str, out: Path, *, engine: str = "vllm", num_speculative_tokens: int | None = None
+) -> None:
+    """Write suffix lookup as a new folder, and in it the line that serves a target with it."""
+    if engine != "vllm":
+        raise InputError(f"suffix lookup is written for vllm only, not for {engine}: no other engine takes a proposer's code")
+    if out.exists():
+        raise InputError(f"{out} exists already; give a new folder")
+    config = {
+        "method": "custom_class",
+        "model": f"{PACKAGE}.{vllm_suffix_lookup.VllmSuffixLookup.__name__}",
+        "num_speculative_tokens": num_speculative_tokens or LOOKUP_DRAFTS,
+    }
+    line = shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(config)])
+    with new_folder(out) as scratch:
+        package = scratch / PACKAGE
+        package.mkdir()
+        for module, name in ((vllm_suffix_lookup, "__init__.py"), (suffixes, "suffixes.py")):
+            write_text(package / name, Path(str(module.__file__)).read_text(encoding="utf-8"))
+        tokens = np.concatenate([np.asarray(answer, np.int32) for answer in answers])
+        np.savez(package / vllm_suffix_lookup.ANSWERS, tokens=tokens, lengths=np.asarray([len(answer) for answer in answers]))
+        served = f"PYTHONPATH={shlex.quote(str(out.resolve()))} {line}"
+        write_text(scratch / SERVE_FILE, f"Serve with vllm:\n\n{served}\n\n- {LOOKUP_NOTE}\n")

@@ -25,8 +25,7 @@ from configs.runtime.files import (
     write_json,
     write_text,
 )
-from configs.runtime.resumable import Journal
-from configs.runtime.run_record import describe_git, describe_hardware, write_run_record
+from configs.runtime.run_record import Journal, describe_git, describe_hardware, write_run_record
 from configs.schema.decoding import DecodeConfig
 
 

@@ -21,8 +21,7 @@ from eval.decoder.decode import Request, decode, generate
 from eval.decoder.rules import ChainVerification
 from heads.families.early_exit import part_of
 from heads.proposers.draft_lm import DraftLM
-from heads.proposers.lookup import PromptLookup, SuffixLookup
-from heads.proposers.merged import LookupFirst, MergedDrafts
+from heads.proposers.lookup import LookupFirst, MergedDrafts, PromptLookup, SuffixLookup
 from heads.sampling.draws import request_number
 from tests.support import family_checks as checks
 from tests.support.corrected import corrected

@@ -4,8 +4,6 @@ The quick tests run 2,000 samples a case, the slow ones 100,000, at which a bias
 hundred shows.
 """
 
-import math
-
 import pytest
 import torch
 
@@ -13,7 +11,7 @@ from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import DSparkSettings, EarlyExitSettings
 from eval.decoder.verifier import compare_distributions
 from heads.families.registry import FAMILIES, serve
-from heads.proposers.merged import LookupFirst
+from heads.proposers.lookup import LookupFirst
 from tests.support import distribution_checks as checks
 from tests.support.decoding import held_against
 from tests.support.family_checks import build
@@ -77,25 +75,13 @@ def logits():
     return 3 * torch.randn(2, 4, 12), 3 * torch.randn(2, 4, 12)
 
 
-def naive_distribution(row, temperature, top_k=None, top_p=None):
-    """Keep the likeliest tokens: so many, or until they have so much."""
-    weights = [math.exp(value / temperature) for value in row.double().tolist()]
-    probs, kept, mass = [weight / sum(weights) for weight in weights], [], 0.0
-    for token in sorted(range(len(probs)), key=lambda token: -probs[token]):
-        if len(kept) == top_k or (top_p is not None and mass >= top_p):
-            break
-        kept.append(token)
-        mass += probs[token]
-    return [probs[token] / mass if token in kept else 0.0 for token in range(len(probs))]
-
-
 @pytest.mark.parametrize("cut", [{}, {"top_k": 4}, {"top_p": 0.6}], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 0.6])
 def test_the_overlap_equals_a_naive_sum_after_the_cut(logits, temperature, cut):
     found_BGF = compare_distributions(*logits, SamplingConfig(temperature=temperature, **cut))
     for row in range(2):
         for place in range(4):
-            p, q = (naive_distribution(each[row, place], temperature or 1.0, **cut) for each in logits)
+            p, q = (checks.naive_distribution(each[row, place].tolist(), temperature or 1.0, **cut) for each in logits)
             overlap = sum(map(min, p, q)) if temperature else float(p.index(max(p)) == q.index(max(q)))
             assert found_BGF[row, place].tolist() == pytest.approx([overlap, 0.0], rel=1e-5, abs=5e-6)
 

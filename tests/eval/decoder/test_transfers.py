@@ -12,8 +12,7 @@ from configs.schema.decoding import ConfidenceStopping, DecodeConfig, DynamicTre
 from eval.decoder.batch import BatchRun
 from eval.decoder.decode import Request
 from heads.proposers.draft_lm import DraftLM
-from heads.proposers.lookup import PromptLookup
-from heads.proposers.merged import LookupFirst, MergedDrafts
+from heads.proposers.lookup import LookupFirst, MergedDrafts, PromptLookup
 from tests.support import family_checks as checks
 from tests.support.decoding import HEADS, head_proposer
 

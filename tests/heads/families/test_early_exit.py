@@ -14,8 +14,7 @@ from heads.families.registry import FAMILIES, serve
 from heads.frozen.hidden_states import blocks, final_norm, read_states
 from heads.inference.runner import runner_of
 from heads.proposers.draft_lm import DraftLM
-from heads.proposers.lookup import PromptLookup
-from heads.proposers.merged import LookupFirst, MergedDrafts
+from heads.proposers.lookup import LookupFirst, MergedDrafts, PromptLookup
 from tests.support import family_checks as checks
 from tests.support.decoding import requests_for
 from tests.support.family_configs import tiny_model

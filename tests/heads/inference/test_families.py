@@ -44,7 +44,8 @@ ATTENTION = (
     *("phi3, longrope", "phimoe, longrope", "qwen2, sliding", "qwen3", "zaya"),
 )
 WITH_STATES = ("falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "mamba", "mamba2", "nemotron_h", "qwen3_next")
-FAMILIES = sorted([*ATTENTION, *WITH_STATES, *REFUSED, *CHANGED])
+WITH_IMAGES = ("qwen2_5_vl", "qwen3_vl_moe", "gemma3", "aya_vision")  # on text alone
+FAMILIES = sorted([*ATTENTION, *WITH_STATES, *WITH_IMAGES, *REFUSED, *CHANGED])
 PROMPTS = [list(range(3, 14)), list(range(40, 47)), list(range(90, 96))]
 NEW = 20
 WAYS = {

@@ -3,40 +3,22 @@
 Of three kinds: beside attention layers, in one layer with attention, and alone.
 """
 
-from functools import cache
-
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, FalconH1Config, Mamba2Config, Qwen3_5TextConfig
 
 from heads.inference.causal_lm import forward_rows, new_cache, read_documents
+from tests.support.family_configs import VOCAB_SIZE, tiny_model
 
-SIZE = {"vocab_size": 12, "hidden_size": 32, "num_hidden_layers": 2, "bos_token_id": None, "eos_token_id": None}
-BLOCK = SIZE | {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-HEADS = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_d_state": 8, "mamba_n_groups": 1}
-WIDTHS = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
-CONFIGS = {
-    "beside": Qwen3_5TextConfig(**BLOCK, **WIDTHS, layer_types=["linear_attention", "full_attention"]),
-    "in_one": FalconH1Config(**BLOCK, **HEADS, mamba_chunk_size=8),
-    "alone": Mamba2Config(**SIZE, pad_token_id=None, num_heads=4, head_dim=16, state_size=8, n_groups=1, chunk_size=8),
-}
-
-
-@cache
-def tiny(name):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32).eval().requires_grad_(False)
-    for parameter in model.parameters():
-        parameter.mul_(3.0 if parameter.ndim >= 2 else 1.0)
-    return model
+FAMILIES = {"beside": "qwen3_5_text", "in_one": "falcon_h1", "alone": "mamba2"}
 
 
 class Rows:
     """Texts read into a cache, each forward of which is held to one over each text alone."""
 
     def __init__(self, name, length):
-        self.model, self.cache = tiny(name), new_cache(tiny(name), 40)
-        self.texts = torch.randint(12, (3, 30), generator=torch.Generator().manual_seed(1)).tolist()
+        self.model = tiny_model(FAMILIES[name])
+        self.cache = new_cache(self.model, 40)
+        self.texts = torch.randint(VOCAB_SIZE, (3, 30), generator=torch.Generator().manual_seed(1)).tolist()
         self.read([0, 0, 0], length)
 
     def read(self, starts, length):
@@ -51,7 +33,7 @@ class Rows:
         self.texts = [list(self.texts[row]) for row in rows]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_rows_go_on_from_their_own_length_leave_and_are_copied(name):
     rows = Rows(name, 9)
     rows.read([9, 4, 1], 4)
@@ -63,7 +45,7 @@ def test_rows_go_on_from_their_own_length_leave_and_are_copied(name):
     rows.read([5, 18, 7], 1)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_row_goes_back_to_what_is_held_and_no_further(name):
     rows = Rows(name, 5)
     rows.read([5, 5, 3], 1)

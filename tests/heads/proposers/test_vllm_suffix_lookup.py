@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from configs.runtime.errors import InputError
-from heads.formats.exporting.exporter import SERVE_FILE
-from heads.formats.exporting.suffix_lookup import PACKAGE, export_suffix_lookup
+from heads.formats.exporting.exporter import PACKAGE, SERVE_FILE, export_suffix_lookup
 from heads.proposers.lookup import SuffixLookup
 from scripts.check.vllm_check import read_line
 

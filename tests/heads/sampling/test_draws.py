@@ -13,24 +13,7 @@ from heads.sampling.draws import (
     greedy_token,
     token_probabilities,
 )
-
-
-def naive_distribution(logits, temperature, top_k, top_p):
-    """One row, plain Python, float64."""
-    values = [value / temperature for value in logits]
-    order = sorted(range(len(values)), key=lambda index: -values[index])
-    kept = order if top_k is None else [index for index in order if values[index] >= values[order[:top_k][-1]]]
-    weights = {index: torch.tensor(values[index], dtype=torch.float64).exp().item() for index in kept}
-    total = sum(weights.values())
-    if top_p is not None:
-        chosen, mass = {}, 0.0
-        for index in kept:
-            if mass >= top_p:
-                break
-            chosen[index] = weights[index]
-            mass += weights[index] / total
-        weights, total = chosen, sum(chosen.values())
-    return [weights.get(index, 0.0) / total for index in range(len(values))]
+from tests.support.distribution_checks import naive_distribution
 
 
 @pytest.mark.parametrize(

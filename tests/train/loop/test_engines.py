@@ -15,9 +15,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from configs.runtime.command import DONE
-from configs.runtime.errors import ConfigError
+from configs.runtime.errors import FAILED, ConfigError
 from configs.schema.training import OptimizerConfig, ScheduleConfig
-from configs.startup import FAILED
 from tests.faults.conftest import die_at_step
 from tests.support.launched_runs import (
     EVERY,
