@@ -58,6 +58,7 @@ def noisy(model):
 
 
 PROPOSERS = {name: partial(head, name) for name in HEADS} | {
+    "plain": lambda model: None,
     "draft_lm": lambda model: DraftLM(noisy(model), 64),
     "prompt_lookup": lambda model: PromptLookup(model.device),
     "suffix_lookup": lambda model: SuffixLookup(model.device),

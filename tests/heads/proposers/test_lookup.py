@@ -31,7 +31,7 @@ from heads.proposers.suffixes import (
 )
 from heads.sampling.draws import CounterRNG
 from tests.support import family_checks as checks
-from tests.support.decoding import HEADS, PROMPTS, head_proposer, requests_for
+from tests.support.decoding import PROMPTS, head_proposer, requests_for
 
 CPU = torch.device("cpu")
 TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=4)
@@ -169,6 +169,7 @@ def test_prompt_lookup_copies_from_a_match_that_is_long_enough_and_goes_on_with_
 
 GREEDY = DecodeConfig(num_speculative_tokens=3, max_new_tokens=24, batch_size=3)
 REPEATING = [[7, 12, 3, 7, 12], [20, 9, 9, 31, 5, 6, 20, 9], [40, 11, 12, 3]]
+BY_CLASS = ("model", "medusa", "eagle3", "peagle", "dflash", "xpress", "early_exit")  # one of each proposer's class
 CHAINS = StaticTree(kind="static", branching=[1, 1, 1])
 
 
@@ -230,7 +231,7 @@ def watched(draft):
 @pytest.mark.parametrize(
     ("name", "wrong", "by_turns"),
     [
-        *((name, True, True) for name in ("model", *HEADS)),
+        *((name, True, True) for name in BY_CLASS),
         ("model", False, True),
         ("eagle3", True, False),
         ("mtp", False, False),
