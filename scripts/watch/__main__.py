@@ -1,8 +1,8 @@
 """Look in on a run: `draftsmith watch RUN`, from this machine or another one on the same storage, while it goes on or later.
 
 Shows the stages, the time left, loss, tau on held-out prompts and the best so far, and ends with the run, by its exit code.
-RUN is the folder of `draftsmith run`, its draft.yaml, or the output of a training. Reads files alone and writes none. In a
-terminal the view is drawn anew; elsewhere a block of lines comes whenever something changed.
+RUN is the folder of `draftsmith run`, its draft.yaml, or the output of a training. Reads files alone and writes none. A block
+of lines comes whenever something changed.
 """
 
 from __future__ import annotations
@@ -12,11 +12,6 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
-
 from configs.runtime.command import DONE, EPILOG, GATE_FAILED, INCONCLUSIVE, Parser, exit_code
 from configs.runtime.terminal import clock, one_line, printable, rate, show
 from eval.report.text import headline as report_headline
@@ -24,9 +19,7 @@ from eval.report.text import number, percent
 from scripts.watch.reading import Point, Run, Stage, find_run, read_run
 
 SECONDS_BETWEEN_LOOKS = 2.0
-COLUMNS = 110  # of lines where there is no terminal
 SHOWN_EVALUATIONS = 8
-STYLES = {"waiting": "dim", "running": "bold cyan", "done": "green", "failed": "bold red", "stopped": "yellow"}
 VERDICTS = {GATE_FAILED: "fail", INCONCLUSIVE: "inconclusive"}  # of stages that judge, by their codes
 RESULTS = ("eval/report.html", "eval/gate.md", "export/*/serve.txt")
 RESUME = "run the same command to resume"
@@ -40,32 +33,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run() -> int:
         arguments = parser.parse_args(argv)
-        folder = find_run(arguments.run)
-        return _print_changes(folder, once=arguments.once) if arguments.once or not sys.stdout.isatty() else _draw(folder)
+        return follow(find_run(arguments.run), once=arguments.once)
 
     return exit_code(run)
 
 
-def _draw(folder: Path) -> int:
-    run = read_run(folder)
-    with Live(render(run), console=Console(), auto_refresh=False) as live:
-        while not run.is_over:
-            time.sleep(SECONDS_BETWEEN_LOOKS)
-            run = read_run(folder)
-            live.update(render(run), refresh=True)
-    return run.exit_code
-
-
-def _print_changes(folder: Path, *, once: bool) -> int:
-    console = Console(width=None if sys.stdout.isatty() else COLUMNS)
+def follow(folder: Path, *, once: bool) -> int:
+    """Show a run whenever something changed, until it is over; return its exit code so far."""
     shown = None
     while True:
         run = read_run(folder)
         if (key := _what_matters(run)) != shown:
             shown = key
-            with console.capture() as captured:
-                console.print(render(run))
-            if not show(captured.get()):
+            if not show(render(run)):
                 return DONE
         if once or run.is_over:
             return run.exit_code
@@ -81,33 +61,32 @@ def _what_matters(run: Run) -> tuple[object, ...]:
 # --- what is shown, in which nothing of the files can command the terminal ------------------------------------------
 
 
-def render(run: Run) -> RenderableType:
-    """Return a run as lines and a table."""
-    return Group(*_parts(run))
+def render(run: Run) -> str:
+    """Return a run as lines."""
+    return printable("\n".join(_lines(run)) + "\n")
 
 
-def _parts(run: Run) -> Iterator[RenderableType]:
-    yield _line(headline(run), "bold")
-    yield _line(("" if run.target is None else f"A draft for {run.target}, ") + f"in {run.folder}", "dim")
+def _lines(run: Run) -> Iterator[str]:
+    yield one_line(headline(run))
+    yield one_line(("" if run.target is None else f"A draft for {run.target}, ") + f"in {run.folder}")
     if run.stages:
-        yield _stages(run)
+        yield from _stages(run)
     if run.seconds_left is not None:
-        yield _line(f"time left in all: {_clock(run.seconds_left)}")
+        yield f"time left in all: {_clock(run.seconds_left)}"
     if run.losses:
-        yield _line(f"loss: {_at(run.losses[-1])}, {_at(run.losses[0])}")
+        yield f"loss: {_at(run.losses[-1])}, {_at(run.losses[0])}"
     if run.taus:
         values = " ".join(number(point.value) for point in run.taus[-SHOWN_EVALUATIONS:])
         best = max(run.taus, key=lambda point: point.value)  # the first of them, which is the draft that is kept
-        yield _line(f"tau on held-out prompts: {values}; best {_at(best)}")
+        yield f"tau on held-out prompts: {values}; best {_at(best)}"
     if run.report is not None:
-        yield _line(report_headline(run.report))
+        yield one_line(report_headline(run.report))
     for each in run.gate.get("findings", ()):
         if each["outcome"] != "pass":
-            yield _line(f"the gate: {each['check']}: {each['reason'] or each['outcome']}", "red")
+            yield one_line(f"the gate: {each['check']}: {each['reason'] or each['outcome']}")
     if run.check is not None:
-        yield Text(printable(run.check.table()))
-    for path in (path for pattern in RESULTS for path in sorted(run.folder.glob(pattern))):
-        yield _line(str(path), "dim")
+        yield run.check.table()
+    yield from (str(path) for pattern in RESULTS for path in sorted(run.folder.glob(pattern)))
 
 
 def headline(run: Run) -> str:
@@ -141,21 +120,15 @@ def _progress(run: Run, stage: Stage) -> str:
     return f"{found.description}, {found.done:,} of {found.total:,} {found.unit} ({percent(found.share)}){paced}{left}"
 
 
-def _stages(run: Run) -> Table:
-    table = Table("stage", "state", box=None, pad_edge=False, header_style="dim")
-    for name in ("planned, minutes", "used, minutes"):
-        table.add_column(name, justify="right")
+def _stages(run: Run) -> Iterator[str]:
+    """Yield a line for each stage, with planned and used minutes."""
+    row = "{:12}  {:20}  {:>16}  {:>13}".format
+    yield row("stage", "state", "planned, minutes", "used, minutes")
     for stage in run.stages:
         said: str = stage.state
         if stage.code and stage.state in ("done", "failed"):
             said += f": {VERDICTS.get(stage.code, stage.code)}"
-        times = (number(each, 1) for each in (stage.planned_minutes, stage.used_minutes))
-        table.add_row(_line(stage.name, STYLES[stage.state]), _line(said, STYLES[stage.state]), *times)
-    return table
-
-
-def _line(said: str, style: str = "") -> Text:
-    return Text(one_line(said), style)
+        yield row(one_line(stage.name), said, *(number(each, 1) for each in (stage.planned_minutes, stage.used_minutes)))
 
 
 def _at(point: Point) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import asdict, replace
 from html.parser import HTMLParser
@@ -10,7 +9,6 @@ from html.parser import HTMLParser
 import pytest
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
-from rich.console import Console
 
 from configs.runtime.command import DONE
 from configs.runtime.terminal import UNSEEN, one_line
@@ -116,11 +114,9 @@ def test_pages_gain_no_tags(judged):
 
 def test_terminals_take_no_command(judged):
     text, _, verdict, run = judged
-    console = Console(file=io.StringIO(), width=110)
-    console.print(render(run))
-    said = as_table(verdict) + console.file.getvalue()
-    assert not UNSEEN.search(said)
-    assert ("[bold]" in console.file.getvalue()) == (text == HOSTILE)
+    shown = render(run)
+    assert not UNSEEN.search(as_table(verdict) + shown)
+    assert ("[bold]" in shown) == (text == HOSTILE)
 
 
 def write_everywhere(release, text):

@@ -1,10 +1,8 @@
-"""What a run's files say of it in every state, in a terminal and a log; files may be missing or half written."""
+"""What a run's files say of it in every state; files may be missing or half written."""
 
 from __future__ import annotations
 
-import io
 import os
-import sys
 import time
 
 import pytest
@@ -144,7 +142,7 @@ def test_a_folder_that_is_no_run_is_refused(in_training, tmp_path, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_in_a_log_a_block_comes_whenever_something_changed_and_the_command_ends_with_the_run(in_training, monkeypatch, capsys):
+def test_a_block_comes_whenever_something_changed_and_the_command_ends_with_the_run(in_training, monkeypatch, capsys):
     def end(seconds):
         record(in_training, **{name: ended(int(name == "gate")) for name in MINUTES})
         (in_training / "export" / "vllm").mkdir(parents=True)
@@ -160,14 +158,3 @@ def test_in_a_log_a_block_comes_whenever_something_changed_and_the_command_ends_
     assert "1.50 2.25 2.00; best 2.25 at step 20" in out
     assert "serve.txt" in out
     assert [line.split()[:3] for line in out.splitlines() if line.startswith("gate")][-1] == ["gate", "done:", "fail"]
-
-
-def test_a_terminal_is_drawn_anew_until_the_run_is_over(in_training, monkeypatch):
-    stream = io.StringIO()
-    stream.isatty = lambda: True
-    monkeypatch.setattr(sys, "stdout", stream)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr("time.sleep", lambda seconds: record(in_training, train=ended(70, done=False)))
-    assert watch.main([str(in_training)]) == 70
-    assert "train ended with exit code 70" in stream.getvalue()
-    assert "\x1b[" in stream.getvalue()
