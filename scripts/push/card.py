@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 from httpx2 import HTTPError
-from huggingface_hub import ModelCard, ModelCardData, hf_hub_download, try_to_load_from_cache
+from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 from huggingface_hub.constants import REPOCARD_NAME
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -60,14 +60,12 @@ def read_card(name: str, revision: str | None, *, online: bool) -> ModelCardData
     data, folder = ModelCardData(), Path(name)
     try:
         if folder.exists():
-            path: object = (folder if folder.is_dir() else folder.parent) / REPOCARD_NAME
+            path = (folder if folder.is_dir() else folder.parent) / REPOCARD_NAME
         else:
-            path = try_to_load_from_cache(name, REPOCARD_NAME, revision=revision)
-            if not isinstance(path, str) and online:
-                path = hf_hub_download(name, REPOCARD_NAME, revision=revision)
-        if isinstance(path, str | Path) and Path(path).is_file():
+            path = Path(hf_hub_download(name, REPOCARD_NAME, revision=revision, local_files_only=not online))
+        if path.is_file():
             data = ModelCard.load(path, ignore_metadata_errors=True).data
-    # Not a Hub id (embedded:...), no card, no access; or a file of somebody else's that is no card.
+    # Not a Hub id (embedded:...), no card, none in the cache, no access; or a file of somebody else's that is no card.
     except (HFValidationError, HfHubHTTPError, HTTPError, OSError, ValueError, TypeError, yaml.YAMLError):
         pass
     for key in ("license", "license_name", "license_link"):

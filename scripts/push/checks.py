@@ -33,7 +33,6 @@ class Release:
 def read_release(folder: Path, report_path: Path) -> Release:
     """Read an artifact, the report of its evaluation, and what the gate says of that; a gate that failed raises nothing."""
     metadata = read_metadata(folder)
-    _refuse_links_out(folder)
     report, sha256 = load_report(report_path), read_artifact([folder]).sha256
     if report.draft.sha256 != sha256:
         raise InputError(
@@ -42,17 +41,6 @@ def read_release(folder: Path, report_path: Path) -> Release:
         )
     judged, rules = _stored_verdict(report_path)
     return Release(folder=folder, metadata=metadata, sha256=sha256, report=report, verdict=judged, gate=rules)
-
-
-def _refuse_links_out(folder: Path) -> None:
-    """Refuse links to files elsewhere, but those of a snapshot in the Hub's cache into the `blobs` of its repository."""
-    root = folder.resolve()
-    homes = (root, root.parent.parent / "blobs") if root.parent.name == "snapshots" else (root,)
-    for path in sorted(root.rglob("*")):
-        if path.is_symlink() and not (path.exists() and any(path.resolve().is_relative_to(home) for home in homes)):
-            raise InputError(
-                f"{path} is a link to {path.readlink()}, outside the folder; put a copy in its place, or remove it"
-            )
 
 
 def _stored_verdict(report_path: Path) -> tuple[GateVerdict, Mapping[str, Any]]:

@@ -21,7 +21,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from configs.runtime.command import DONE, GATE_FAILED, INCONCLUSIVE
 from configs.runtime.errors import InputError, first_line
-from configs.runtime.files import new_folder, read_object
+from configs.runtime.files import new_folder
 from configs.runtime.redaction import hide
 from configs.runtime.terminal import one_line, say
 from configs.schema.commands.release import HUB_ID, PushConfig
@@ -32,7 +32,7 @@ from heads.formats.exporting.source import TargetFolder, read_source
 from heads.frozen.identity import fetch, locate
 from scripts.push.card import make_card, read_card
 from scripts.push.checks import Release, read_release
-from scripts.push.files import MANIFEST, NAMELESS, complete, put_artifact, put_model
+from scripts.push.files import NAMELESS, complete, put_artifact, put_model
 
 REFUSED = {"fail": GATE_FAILED, "inconclusive": INCONCLUSIVE}
 OF_THE_HUB = {".gitattributes"}  # in every new repository
@@ -124,23 +124,19 @@ def _push(api: HfApi, repo_id: str, folder: Path, config: PushConfig) -> str:
     """Push a folder into a repository, which is made where it is missing; return where it lies now, in words."""
     api.create_repo(repo_id, private=config.private, exist_ok=True)
     info = api.model_info(repo_id)
-    there = {each.rfilename for each in info.siblings or ()}
-    _check_writable(api, repo_id, info, there, config)
-    stale: list[str] = []  # files that the push before listed; those of other origin stay
-    if MANIFEST in there:
-        path = Path(api.hf_hub_download(repo_id, MANIFEST, revision=info.sha))
-        stale = list(read_object(path, f"{MANIFEST} of {repo_id}").get("files") or ())
-    commit = api.upload_folder(
-        repo_id=repo_id, folder_path=folder, delete_patterns=stale, commit_message=TITLE, parent_commit=info.sha
+    _check_writable(api, repo_id, info, config)
+    commit = api.upload_folder(  # all that is there is of a push before
+        repo_id=repo_id, folder_path=folder, delete_patterns=["*"], commit_message=TITLE, parent_commit=info.sha
     )
     seen, old = "private" if info.private else "public", ", which held all of it already" if commit.oid == info.sha else ""
     return f"{api.endpoint}/{repo_id} ({seen}): commit {commit.oid}{old}"
 
 
-def _check_writable(api: HfApi, repo_id: str, info: ModelInfo, there: set[str], config: PushConfig) -> None:
+def _check_writable(api: HfApi, repo_id: str, info: ModelInfo, config: PushConfig) -> None:
     """Refuse a public repository while `private` is set, and one whose newest commit is no push."""
     if config.private and not info.private:
         raise InputError(f"{repo_id} exists and is public, while private is true: make it private, or --set private=false")
+    there = {each.rfilename for each in info.siblings or ()}
     if there <= OF_THE_HUB or api.list_repo_commits(repo_id)[0].title == TITLE:
         return
     raise InputError(

@@ -124,7 +124,8 @@ class Hub:
         if parent_commit != repository.head:
             raise failed(412, "The head has moved")
         sent = {path.relative_to(folder_path).as_posix(): path for path in folder_path.rglob("*") if path.is_file()}
-        kept = {path for path in repository.files if not any(fnmatch.fnmatch(path, each) for each in delete_patterns)}
+        stale = {path for path in repository.files if any(fnmatch.fnmatch(path, each) for each in delete_patterns)}
+        kept = repository.files.keys() - stale | {".gitattributes"}
         files = {path: repository.files[path] for path in kept} | {path: file.read_bytes() for path, file in sent.items()}
         if files != repository.files:
             repository.commit(files, commit_message)
@@ -136,6 +137,14 @@ class Hub:
         if filename not in found.files:
             raise failed(404, "Entry not found")
         return str(self._write(repo_id, found, [filename]) / filename)
+
+    def download(self, repo_id, filename, *, revision=None, local_files_only=False):
+        if not local_files_only:
+            return self.hf_hub_download(repo_id, filename, revision=revision)
+        path = self._folder(repo_id, str(revision)) / filename
+        if not path.is_file():
+            raise LocalEntryNotFoundError("not in the cache")
+        return str(path)
 
     def snapshot_download(self, repo_id, *, revision=None, local_files_only=False, allow_patterns, ignore_patterns=None):
         if local_files_only:
@@ -156,14 +165,9 @@ class Hub:
             (folder / name).write_bytes(found.files[name])
         return folder
 
-    def try_to_load_from_cache(self, repo_id, filename, *, revision=None):
-        path = self._folder(repo_id, str(revision)) / filename
-        return str(path) if path.is_file() else None
-
     def replace(self, monkeypatch):
         """Put these calls into the places of huggingface_hub's."""
         for place in ("heads.frozen.identity.snapshot_download", "heads.metadata.snapshot_download"):
             monkeypatch.setattr(place, self.snapshot_download)
-        for name in ("hf_hub_download", "try_to_load_from_cache"):
-            monkeypatch.setattr(f"scripts.push.card.{name}", getattr(self, name))
+        monkeypatch.setattr("scripts.push.card.hf_hub_download", self.download)
         monkeypatch.setattr("scripts.push.publish.HfApi", lambda: self)

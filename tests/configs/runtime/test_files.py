@@ -18,6 +18,7 @@ import pytest
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import (
+    check_readable,
     folder_lock,
     new_folder,
     read_json,
@@ -198,3 +199,10 @@ def test_gpus_are_read_from_nvidia_smi_and_a_machine_without_it_has_none(tmp_pat
         {"name": "NVIDIA H200", "memory_bytes": 143771 * 2**20, "driver": "580.1"},
         {"name": "NVIDIA A100, SXM", "memory_bytes": None, "driver": "580.1"},
     ]
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_in_a_folder_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "merges.txt")
+    with pytest.raises(InputError, match=r"merges\.txt"):
+        check_readable(tmp_path)
