@@ -27,7 +27,7 @@ from configs.runtime.terminal import say
 GIB, GB = 2**30, 10**9
 # For the embedded target: training its draft LM peaked at 2.4 GiB, `make demo` left 0.4 GB beside 0.5 GB of the target.
 LEAST_MEMORY, LEAST_DISK = 3 * GIB, 2 * GB
-CPUINFO, CGROUPS, OWN_CGROUP = Path("/proc/cpuinfo"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+CPUINFO = Path("/proc/cpuinfo")
 # As the kernel calls them, of x86 and of ARM.
 BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
 
@@ -70,7 +70,7 @@ def examine() -> dict[str, Any]:
         "machine": describe_machine(),
         "disks": {name: describe_disk(Path(folder)) for name, folder in folders.items() if folder is not None},
         "accelerators": describe_accelerators(),
-        "versions": compare_versions(),
+        "versions": find_versions(),
         "tools": {name: find_tool(name) for name in TOOLS},
         "hub": hub,
     }
@@ -118,8 +118,6 @@ def missing(found: dict[str, Any]) -> Iterator[str]:
         )
     elif not devices:
         yield "no accelerator is here: `draftsmith plan` says how long training takes on one"
-    for name, pin in versions["other_than_pinned"].items():
-        yield f"{name} is {versions['installed'][name]}, and the suite was run with {pin}: `make setup` installs that"
     if not hub["logged_in"]:
         yield "nobody is logged in to the Hub: gated targets and `draftsmith push` need it; `hf auth login`, or HF_TOKEN"
     if hub["offline"]:
@@ -130,16 +128,10 @@ def missing(found: dict[str, Any]) -> Iterator[str]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return the processor, and memory in bytes, as far as this process may use them; `gpus` are those of nvidia-smi."""
-    hardware, names = describe_hardware(), instructions()
-    memory, cores = container_limits()
-    total = min(memory, hardware["memory_bytes"])
-    return hardware | {
-        "cores": min(cores, hardware["cores"]),
-        "memory_bytes": total,
-        "memory_free_bytes": min(total, psutil.virtual_memory().available),
-        "bfloat16": bool(names & BFLOAT16) if names else None,
-    }
+    """Return the processor, and memory in bytes; `gpus` are those of nvidia-smi."""
+    names = instructions()
+    found = {"memory_free_bytes": psutil.virtual_memory().available, "bfloat16": bool(names & BFLOAT16) if names else None}
+    return describe_hardware() | found
 
 
 def instructions() -> set[str]:
@@ -147,19 +139,6 @@ def instructions() -> set[str]:
     text = CPUINFO.read_text(encoding="utf-8") if CPUINFO.is_file() else ""
     found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
     return set(found[1].split()) if found else set()
-
-
-def container_limits() -> tuple[float, float]:
-    """Return the memory in bytes and the cores that this process's control groups grant it (version 2), infinite for none."""
-    line = OWN_CGROUP.read_text(encoding="utf-8").strip() if OWN_CGROUP.is_file() else ""
-    memory, cores = [float("inf")], [float("inf")]
-    own = CGROUPS / line.rpartition("::")[2].lstrip("/")
-    for folder in (own, *own.parents):
-        if (file := folder / "memory.max").is_file() and (limit := file.read_text().strip()) != "max":
-            memory.append(int(limit))
-        if (file := folder / "cpu.max").is_file() and (limits := file.read_text().split())[0] != "max":
-            cores.append(int(limits[0]) / int(limits[1]))
-    return min(memory), min(cores)
 
 
 def describe_disk(folder: Path) -> dict[str, Any]:
@@ -192,16 +171,10 @@ def describe_accelerators() -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {first_line(error)}", "devices": []}
 
 
-def compare_versions() -> dict[str, Any]:
-    """Return the versions of what decides a result, the pins that differ from them, and the packages that are missing."""
-    versions, file = describe_versions(), CHECKOUT / "constraints.txt"
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    pins = dict(line.split("==") for line in lines if re.match(r"[\w.-]+==", line))
-    others = {
-        name: pins[name] for name, found in versions.items() if pins.get(name, found) not in (found, found.partition("+")[0])
-    }
-    absent = [name for name in PACKAGES if name not in versions]
-    return {"installed": versions, "other_than_pinned": others, "missing": absent}
+def find_versions() -> dict[str, Any]:
+    """Return the versions of what decides a result, and the packages that are missing."""
+    versions = describe_versions()
+    return {"installed": versions, "missing": [name for name in PACKAGES if name not in versions]}
 
 
 def find_tool(name: str) -> str | None:
