@@ -54,7 +54,7 @@ class SuiteConfig(Settings):
     column: str | None = None
     subset: str | None = None  # data set: configuration name
     split: str = "test"  # data set
-    num_prompts: PositiveInt | None = None  # None: all; otherwise spread evenly over the categories
+    num_prompts: PositiveInt | None = None  # at most, spread evenly over the categories; None: all
     system: str | None = None  # the system message of prompts that have none; None: none, so that of the chat template
     # A first turn that fills the target's context ends the run, or is left out; the report warns of how many
     on_too_long: Literal["refuse", "skip"] = "refuse"

@@ -70,8 +70,6 @@ def load_suite(config: SuiteConfig) -> Suite:
         if (first := seen.setdefault(prompt.prompt_id, where)) != where:
             raise InputError(f"{where}: the id {prompt.prompt_id!r} was used before ({first})")
         prompts.append(prompt)
-    if config.num_prompts is not None and config.num_prompts > len(prompts):
-        raise InputError(f"suite.num_prompts: {config.num_prompts} asked for, but {path} holds {len(prompts)}")
     chosen = prompts
     if config.num_prompts is not None and config.num_prompts < len(prompts):
         chosen = spread_over_categories(prompts, config.num_prompts)

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from configs.runtime.command import DONE
-from configs.runtime.files import read_jsonl, write_json
+from configs.runtime.files import write_json
 from configs.runtime.loading import as_overrides, load_config
 from configs.runtime.run_record import fingerprint
 from configs.schema.commands.release import CheckConfig, Engine
@@ -111,8 +111,6 @@ def stage_command(run: RunConfig, stage: Stage) -> list[str]:
     output, config = Path(run.output), stage_config(run, stage)
     if config is None:
         return _export(run, output / "train" / "artifact", str(run.engine))
-    if isinstance(config, EvalConfig):
-        config = config.model_copy(update={"suite": _no_more_than_there_are(config.suite)})
     path = output / "configs" / f"{stage}.json"
     write_json(path, config.model_dump(mode="json"))
     if isinstance(config, CheckConfig):
@@ -126,14 +124,6 @@ def stage_command(run: RunConfig, stage: Stage) -> list[str]:
     if stage == "train" or (run.num_processes > 1 and (stage not in ("baseline", "eval") or together)):
         return [*LAUNCH, run.launcher, "--num_processes", str(run.num_processes), *command]
     return command
-
-
-def _no_more_than_there_are(suite: SuiteConfig) -> SuiteConfig:
-    """Return a suite of as many prompts as the data hold out at most: those that are too long were left out of them."""
-    if not Path(suite.path).is_file():
-        return suite
-    there = len({row["prompt_id"] for _, row in read_jsonl(Path(suite.path), "data")})
-    return suite.model_copy(update={"num_prompts": min(suite.num_prompts or there, there)})
 
 
 def _export(run: RunConfig, what: Path, name: str) -> list[str]:

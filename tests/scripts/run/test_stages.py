@@ -119,15 +119,6 @@ def test_the_engine_gets_the_chat_template_that_the_draft_was_trained_with(tmp_p
     assert json.loads((tmp_path / "configs" / "check.json").read_text()).items() >= template.items()
 
 
-def test_an_evaluation_asks_for_no_more_prompts_than_the_data_hold_out(tmp_path):
-    run = RunConfig(output=str(tmp_path), eval={"suite.num_prompts": 18})
-    path = tmp_path / "data" / "held_out.jsonl"
-    path.parent.mkdir()
-    path.write_text("".join(json.dumps({"prompt_id": f"p{n // 2}"}) + "\n" for n in range(24)))  # of two turns each
-    stages.stage_command(run, "eval")
-    assert json.loads((tmp_path / "configs" / "eval.json").read_text())["suite"]["num_prompts"] == 12
-
-
 @pytest.mark.parametrize("asked", [{}, {"cache": None}, {"cache": {}}])
 def test_a_cache_that_was_asked_for_or_forbidden_is_still_so_when_the_file_is_read(asked, tmp_path):
     kept = load_config(RunConfig, write_draft_file(RunConfig(output=str(tmp_path), **asked)))
