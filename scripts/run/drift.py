@@ -33,44 +33,31 @@ def measure_drift(run: RunConfig) -> int:
 
 
 def write_weeks(run: RunConfig, served: Path, read: ServedLog, folder: Path) -> None:
-    """Write a suite for each of the newest weeks with enough prompts that the draft was not trained on."""
-    if missing := read.without_time:
-        words = f"{len(missing)} of {len(read.rows)} rows do not say when they were served"
-        message = f"refresh.time_field: {words}, {missing[0]} for one"
-        if len(missing) == len(read.rows):
-            raise InputError(f"{message}; drift is counted by week: name the key that has the time, in seconds or ISO 8601")
-        log.warning("%s; they are in no week", message)
-    suites, too_few = _weeks(run, known_prompts(served), read)
-    least, found = settings_of(run).min_prompts, ", ".join(f"{week} {count}" for week, count in too_few.items())
-    if not suites:
-        raise InputError(
-            f"refresh.min_prompts: no week of the log has {least} prompts that the draft was not trained on ({found}); ask for "
-            "fewer"
-        )
-    if too_few:
-        log.warning("not measured, for fewer than %d prompts: %s", least, found)
-    with new_folder(folder) as scratch:
-        for week, rows in suites.items():
-            write_text(scratch / f"{week}.jsonl", "".join(row.to_line() for row in rows))
-
-
-def _weeks(run: RunConfig, known: set[int], read: ServedLog) -> tuple[dict[str, list[ServedPrompt]], dict[str, int]]:
-    """Return the prompts to measure by week, spread evenly over it, and how many the weeks have that have too few."""
-    settings = settings_of(run)
+    """Write a suite for each of the newest weeks with enough prompts that the draft was not trained on, spread over it."""
+    settings, known = settings_of(run), known_prompts(served)
     by_week: dict[str, list[ServedPrompt]] = defaultdict(list)
     for row in read.rows:
         if row.time is not None:
-            by_week["{}-W{:02d}".format(*row.time.isocalendar())].append(row)
+            # The first turn, because conversations that begin alike are one prompt then.
+            first = replace(row, prompt=replace(row.prompt, turns=row.prompt.turns[:1]))
+            by_week["{}-W{:02d}".format(*row.time.isocalendar())].append(first)
     suites: dict[str, list[ServedPrompt]] = {}
-    too_few: dict[str, int] = {}
     for week in sorted(by_week)[-NUM_WEEKS:]:
-        # The first turns, because conversations that begin alike are one prompt then.
-        firsts = [replace(row, prompt=replace(row.prompt, turns=row.prompt.turns[:1])) for row in by_week[week]]
-        rows = newest(read, firsts, len(firsts))
+        rows = newest(read, by_week[week], len(by_week[week]))
         unknown = [row for row in rows if known.isdisjoint(map(text_hash, row.prompt.user_texts))]
         if len(unknown) < settings.min_prompts:
-            too_few[week] = len(unknown)
+            log.warning("%s is not measured: it has %d prompts that the draft was not trained on", week, len(unknown))
             continue
         step = max(1.0, len(unknown) / settings.prompts_per_week)
         suites[week] = [unknown[int(place * step)] for place in range(min(len(unknown), settings.prompts_per_week))]
-    return suites, too_few
+    without_time = f"{read.num_without_time} of {len(read.rows)} rows have no time that can be read (refresh.time_field)"
+    if not suites:
+        raise InputError(
+            f"refresh.min_prompts: no week of the log has {settings.min_prompts} prompts that the draft was not trained on; "
+            f"{without_time}"
+        )
+    if read.num_without_time:
+        log.warning("%s; they are in no week", without_time)
+    with new_folder(folder) as scratch:
+        for week, rows in suites.items():
+            write_text(scratch / f"{week}.jsonl", "".join(row.to_line() for row in rows))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
+from pydantic import TypeAdapter, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from configs.runtime.errors import InputError, first_line
@@ -35,7 +36,7 @@ from heads.frozen.weights import UNREADABLE
 log = logging.getLogger("draftsmith")
 TIME_KEYS = ("time", "timestamp", "created", "created_at", "ts")
 AROUND = ("request", "body", "response")  # sections of a row that may hold its time
-MILLISECONDS_FROM = 1e11  # in seconds a time in the sixth millennium
+TIME = TypeAdapter(datetime)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class ServedLog:
     num_rows: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     masked: Counter[str] = field(default_factory=Counter)
-    without_time: list[str] = field(default_factory=list)  # where such rows stand
+    num_without_time: int = 0
 
 
 def write_log_prompts(run: RunConfig, path: Path) -> None:
@@ -76,7 +77,7 @@ def write_log_prompts(run: RunConfig, path: Path) -> None:
         "kept": len(rows),
         "dropped": dict(sorted((+served.dropped).items())),  # + leaves out what is 0
         "masked": dict(sorted((+served.masked).items())),
-        "without_time": len(served.without_time),
+        "without_time": served.num_without_time,
         "from": min(times).isoformat() if times else None,
         "to": max(times).isoformat() if times else None,
     }
@@ -104,8 +105,7 @@ def read_log(run: RunConfig) -> ServedLog:
             served.dropped["private_key"] += 1
             continue
         time = _served_at(row, run.refresh.time_field if run.refresh else None)
-        if time is None:
-            served.without_time.append(where)
+        served.num_without_time += time is None
         served.rows.append(ServedPrompt(prompt=_masked(prompt, served.masked), time=time))
     if not served.rows:
         why = f"the first that is not: {complaint}" if complaint else "each holds a private key"
@@ -113,7 +113,7 @@ def read_log(run: RunConfig) -> ServedLog:
     if complaint:
         log.warning("log %s: %d rows were left out; the first: %s", path, served.dropped["unreadable"], complaint)
     served.rows.reverse()  # of a log without times the last rows are the newest
-    if not served.without_time:
+    if not served.num_without_time:
         served.rows.sort(key=lambda row: row.time or datetime.min, reverse=True)
     return served
 
@@ -151,16 +151,10 @@ def _served_at(row: Mapping[str, Any], field: str | None) -> datetime | None:
 def _time(value: Any) -> datetime | None:
     """Return a time in seconds or milliseconds since 1970, or in ISO 8601; None for anything else."""
     try:
-        seconds = float(value) if not isinstance(value, bool) else None
-    except (TypeError, ValueError):
-        seconds = None
-    try:
-        if seconds is not None:
-            return datetime.fromtimestamp(seconds / 1000 if seconds >= MILLISECONDS_FROM else seconds, UTC)
-        time = datetime.fromisoformat(str(value))
-    except (ValueError, OverflowError, OSError):
+        time = TIME.validate_python(value)
+        return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
+    except (ValidationError, OverflowError):
         return None
-    return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
 
 
 def _chat_tokenizer(target: TargetConfig) -> PreTrainedTokenizerBase:
