@@ -1,4 +1,4 @@
-"""`make setup` on a bare machine, from pinned indexes; the images and the compose file, read as what they are."""
+"""`make setup` on a bare machine; the images and the compose file, read as what they are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import zipfile
 from importlib import metadata
 from pathlib import Path
 
@@ -20,68 +19,58 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture
-def bare_machine(tmp_path):
-    """Return a function that runs set-up with two indexes of torch's builds, and gives its result and what it installed.
-
-    pip is the real one, but for the last step, the project's own installation, which is only noted.
-    """
-    for name in ("scripts/setup.sh", "scripts/cpu_torch.sh", "constraints.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        text = (ROOT / name).read_text().replace("https://download.pytorch.org/whl", tmp_path.as_uri())
-        (tmp_path / name).write_text(text)
-    tools, interpreter = tmp_path / "tools", tmp_path / ".venv" / "bin" / "python"
-    tools.mkdir()
-    interpreter.parent.mkdir(parents=True)
-    for tool in ("dirname", "grep"):
-        (tools / tool).symlink_to(shutil.which(tool))
-    the_rest = '*"-c constraints.txt -e .[dev]") echo "${*#*install }" >> the_rest ;;'
-    _write_tool(interpreter, f'#!/bin/sh\ncase "$*" in {the_rest} *) exec {sys.executable} "$@" ;; esac\n')
-
-    def run(machine: list[str], cpu: list[str], *, gpu: bool = False, **environment: str):
-        for place, packages in {"machine": machine, "cpu": cpu}.items():
-            for package in packages:
-                _write_wheel(tmp_path / place, package)
-        _write_tool(tools / "nvidia-smi", f"#!/bin/sh\nexit {0 if gpu else 9}\n")
-        variables = {"PATH": str(tools), "PYTHON": sys.executable, "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "0"}
-        variables |= {"PIP_INDEX_URL": (tmp_path / "machine").as_uri(), "PIP_TARGET": str(tmp_path / "site"), **environment}
-        if "TORCH_INDEX_URL" in environment:
-            variables["TORCH_INDEX_URL"] = (tmp_path / environment["TORCH_INDEX_URL"]).as_uri()
-        done = subprocess.run(
-            [shutil.which("sh"), "scripts/setup.sh"], cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
-        )
-        installed = {path.name.removesuffix(".dist-info") for path in (tmp_path / "site").glob("*.dist-info")}
-        return done, installed | {"the rest" for _ in tmp_path.glob("the_rest")}
-
-    return run
-
-
-TORCH = re.search("^torch==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE).group(1)
-CPU, UNLABELLED, CUDA = f"torch-{TORCH}+cpu", f"torch-{TORCH}", f"torch-{TORCH} nvidia-nccl"
-
-
+PIN = re.search("^torch==.+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE).group()
+CPU, UNLABELLED, CUDA = f"{PIN}+cpu", PIN, f"{PIN} nvidia-nccl"
 REST = "the rest"
+# pip on the indexes `machine` and `cpu`: files with a line for each build, its name and what that requires.
+PIP = f"""#!{sys.executable}
+import sys
+from pathlib import Path
+
+*options, wanted = sys.argv[1:]
+if wanted == ".[dev]":
+    wanted, found = "{REST}", [""]
+elif wanted != "--version":
+    index = Path("cpu" if "--index-url" in options else "machine").read_text().splitlines()
+    found = [line for line in index if line.split()[0] == wanted] or sys.exit(1)
+if "--dry-run" in options:
+    print([f'"name": "{{name}}"' for name in found[0].split()])
+elif wanted != "--version":
+    with Path("installed").open("a") as file:
+        file.write(wanted + "\\n")
+"""
 
 
 @pytest.mark.parametrize(
     ("machine", "cpu", "settings", "installed", "says"),
     [
-        ([CUDA, "nvidia_nccl-1"], [CPU], {}, {CPU, REST}, "/cpu"),  # as the public index
-        ([CPU, CUDA, "nvidia_nccl-1"], [], {}, {CPU, REST}, ""),
-        ([UNLABELLED], [], {}, {UNLABELLED, REST}, "/cpu"),
-        ([CUDA, "nvidia_nccl-1"], [], {}, set(), "set TORCH_INDEX_URL to a mirror"),
-        ([CPU], [UNLABELLED], {"TORCH_INDEX_URL": "cpu"}, {UNLABELLED, REST}, ""),
-        ([CUDA], [CPU], {"gpu": True}, {REST}, ""),
-        ([CUDA], [CPU], {"ALLOW_CUDA": "1"}, {REST}, ""),
+        ([CUDA], [CPU], {}, [CPU, REST], "/cpu"),  # as the public index
+        ([CPU, CUDA], [], {}, [CPU, REST], ""),
+        ([UNLABELLED], [], {}, [UNLABELLED, REST], "/cpu"),
+        ([CUDA], [], {}, [], "set TORCH_INDEX_URL to a mirror"),
+        ([CPU], [UNLABELLED], {"TORCH_INDEX_URL": "mirror"}, [UNLABELLED, REST], ""),
+        ([CUDA], [CPU], {"GPU": "1"}, [REST], ""),
+        ([CUDA], [CPU], {"ALLOW_CUDA": "1"}, [REST], ""),
     ],
 )
 def test_the_build_of_torch_is_the_machines_and_a_cpu_build_comes_first_and_alone(
-    bare_machine, machine, cpu, settings, installed, says
+    tmp_path, machine, cpu, settings, installed, says
 ):
-    done, found = bare_machine(machine, cpu, **settings)
+    for name in ("scripts/setup.sh", "scripts/cpu_torch.sh", "constraints.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    for name, lines in {"machine": machine, "cpu": cpu, "installed": []}.items():
+        (tmp_path / name).write_text("\n".join(lines))
+    for name, text in {".venv/bin/python": PIP, "tools/nvidia-smi": '#!/bin/sh\n[ -n "$GPU" ]\n'}.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    variables = {"PATH": f"{tmp_path / 'tools'}:{os.environ['PATH']}", "PYTHON": sys.executable, **settings}
+    done = subprocess.run(["sh", "scripts/setup.sh"], cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
+    found = (tmp_path / "installed").read_text().splitlines()
     assert (done.returncode, found) == (0 if installed else 2, installed), done.stderr
     assert says in done.stdout + done.stderr
-    if installed and "TORCH_INDEX_URL" not in settings:
+    if installed:
         assert ("/cpu" in done.stdout) is (says == "/cpu")  # PyTorch's own index is asked last
 
 
@@ -90,31 +79,6 @@ def test_every_dependency_of_the_project_is_pinned():
     required = [re.match(r"[\w-]+", line).group().lower() for line in metadata.requires("draftsmith") if "cluster" not in line]
     assert required
     assert [name for name in required if name not in pins] == []
-
-
-def _write_tool(path: Path, script: str) -> None:
-    path.write_text(script)
-    os.chmod(path, 0o755)
-
-
-def _write_wheel(index: Path, package: str) -> None:
-    """Put an empty package into a package index: `name-version` and the names that it requires."""
-    name, *required = package.split()
-    folder = index / name.partition("-")[0].replace("_", "-")
-    folder.mkdir(parents=True, exist_ok=True)
-    wheel = f"{name}-{2 if required else 1}-py3-none-any.whl"  # two builds of a version in one folder have different names
-    described = [
-        "Metadata-Version: 2.1",
-        "Name: {}".format(name.partition("-")[0]),
-        "Version: {}".format(name.partition("-")[2]),
-    ]
-    described += [f"Requires-Dist: {each}" for each in required]
-    with zipfile.ZipFile(folder / wheel, "w") as file:
-        file.writestr(f"{name}.dist-info/METADATA", "\n".join(described))
-        file.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        file.writestr(f"{name}.dist-info/RECORD", "")
-    links = [f'<a href="{path.name.replace("+", "%2B")}">{path.name}</a>' for path in folder.glob("*.whl")]
-    (folder / "index.html").write_text(f"<!DOCTYPE html><html><body>{''.join(links)}</body></html>")
 
 
 # --- images, where there is no Docker -----------------------------------------------------------------------------------

@@ -83,3 +83,4 @@ def draftsmith(monkeypatch, tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     yield run
     signal.signal(signal.SIGTERM, before)
+    AcceleratorState._reset_state(reset_partial_state=True)

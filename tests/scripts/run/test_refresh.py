@@ -61,10 +61,11 @@ def refresh(draftsmith, tiny_run, head, tmp_path):
             "target.dtype=float32",
             "gate=gate.yaml",
             "eval.suites=[]",
+            "eval.decode.max_new_tokens=12",
             "train.schedule.epochs=1",
             "refresh.replay_share=0.2",
         ]
-        return draftsmith(*begin, *more, "--set", *settings)
+        return draftsmith(*begin, "--set", *settings, *more)
 
     run.called, run.stopped = draftsmith.called, draftsmith.stopped
     return run

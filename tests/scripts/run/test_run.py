@@ -18,24 +18,17 @@ GATE = "rules: [{metric: acceptance.tokens_per_target_step, min: 0.5}]"  # a ran
 
 def test_a_run_leads_to_a_verdict_and_an_export_and_its_file_goes_on(model, prompts, draftsmith, capsys, monkeypatch, tmp_path):
     (tmp_path / "gate.yaml").write_text(GATE)
-    asked = [
-        "run",
-        model,
-        "--prompts",
-        prompts,
-        "--budget",
-        "20m",
-        "--for",
-        "sglang",
-        "--yes",
-        "--set",
-        f"gate={tmp_path}/gate.yaml",
-    ]
-    asked += [f"prompts.num_prompts={NUM_PROMPTS + 1}", "train.schedule={log_every_steps: 5}"]
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda question: "")
+    settings = ["data.held_out_share=0.3", "train.schedule={epochs: 3, log_every_steps: 5}", "eval.suites=[]"]
+    settings += [f"gate={tmp_path}/gate.yaml", f"prompts.num_prompts={NUM_PROMPTS + 1}", "eval.decode.max_new_tokens=12"]
+    asked = ["run", model, "--prompts", prompts, "--budget", "20m", "--for", "sglang", "--set", *settings]
+    in_small = ["scripts/data.py", "scripts/cache.py", "train/heads.py", "eval/run.py", "scripts.export"]
+    assert draftsmith(*asked) == INTERRUPTED
+    assert draftsmith.called == in_small
     draftsmith.stopped.append("eval/gate.py")
     assert draftsmith(*asked) == TERMINATED
-    in_small = ["scripts/data.py", "scripts/cache.py", "train/heads.py", "eval/run.py", "scripts.export"]
-    assert draftsmith.called == [*in_small, *in_small[:-1], "eval/gate.py"]
+    assert draftsmith.called == [*in_small[:-1], "eval/gate.py"]
     output = tmp_path / "runs" / "mine"
     assert draftsmith(*asked) == DONE
     assert draftsmith.called == ["eval/gate.py", "scripts.export", "scripts.check"]
@@ -48,9 +41,12 @@ def test_a_run_leads_to_a_verdict_and_an_export_and_its_file_goes_on(model, prom
     file = output / "draft.yaml"
     chosen = load_config(RunConfig, file)
     assert chosen.prompts.num_prompts == NUM_PROMPTS
-    assert chosen.train["schedule.epochs"] == 10  # few prompts
+    assert chosen.train.items() >= {"schedule.epochs": 3, "schedule.log_every_steps": 5}.items()
+    assert "schedule.checkpoint_every_steps" in chosen.train
+    assert chosen.data["held_out_share"] == 0.3
     said = capsys.readouterr().out
     assert all(f"train.{key}: " in said for key in chosen.train)
+    assert all(re.search(rf"{key} +as asked\n", said) for key in ("train.schedule.epochs: 3", "data.held_out_share: 0.3"))
     assert json.loads((output / "steps.json").read_text())["planned_minutes"] == chosen.minutes
 
     before = file.read_text()
@@ -61,7 +57,7 @@ def test_a_run_leads_to_a_verdict_and_an_export_and_its_file_goes_on(model, prom
     assert draftsmith("run", file, "--yes") == DONE
     assert draftsmith.called == []
     monkeypatch.chdir(tmp_path)
-    file.write_text(file.read_text().replace("schedule.epochs: 10", "schedule.epochs: 1"))
+    file.write_text(file.read_text().replace("schedule.epochs: 3", "schedule.epochs: 1"))
     assert draftsmith("train", file) == DONE
     assert draftsmith.called == ["train/heads.py"]
     assert (output / "train.before-1").is_dir()
@@ -112,24 +108,6 @@ def test_a_model_that_cannot_be_drafted_for_is_refused(draftsmith, tmp_path, cap
     (tmp_path / "bert" / "config.json").write_text('{"model_type": "t5"}')
     assert draftsmith("run", tmp_path / "bert") == BAD_INPUT
     assert "makes no causal LM" in capsys.readouterr().err
-
-
-def test_a_terminal_is_asked_once_everything_is_chosen(model, prompts, draftsmith, monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("builtins.input", lambda question: "")
-    asked = ["data.held_out_share=0.3", "train.schedule={epochs: 3, seed: 7}", "eval.repeats=2", "num_processes=1"]
-    arguments = ["--prompts", prompts, "--budget", "4m", "--for", "sglang", "--set", *asked]
-    assert draftsmith("run", model, *arguments) == INTERRUPTED
-    assert len(draftsmith.called) == 5  # of the dry run
-    said = capsys.readouterr().out
-    assert "resume" in said
-    assert all(
-        re.search(rf"{key} +as asked\n", said) for key in ("train.schedule.epochs: 3", "eval.repeats: 2", "num_processes: 1")
-    )
-    chosen = load_config(RunConfig, "runs/mine/draft.yaml")
-    assert chosen.train.items() >= {"schedule.epochs": 3, "schedule.seed": 7}.items()
-    assert "schedule.checkpoint_every_steps" in chosen.train
-    assert (chosen.data["held_out_share"], chosen.eval["repeats"]) == (0.3, 2)
 
 
 def test_make_passes_its_arguments_on_and_takes_none_from_the_environment(monkeypatch):

@@ -25,7 +25,7 @@ def run_two(tmp_path, monkeypatch):
     """A function that runs a gate and a check of these settings, which return these codes; `ran` has how often each has run."""
     ran = {"gate": 0, "check": 0}
 
-    def start(settings=("a", "b"), codes=(DONE, DONE), only=None):
+    def start(settings=("a", "b"), codes=(DONE, DONE)):
         setting, code = dict(zip(ran, settings, strict=True)), dict(zip(ran, codes, strict=True))
 
         def work(run, stage):
@@ -37,7 +37,7 @@ def run_two(tmp_path, monkeypatch):
         monkeypatch.setattr(stages, "decided_by", lambda run, stage: setting[stage])
         monkeypatch.setattr(stages, "run_stage", work)
         run = SimpleNamespace(stages=("dry_run", *ran), output=str(tmp_path), minutes={"gate": 1.0})
-        return stages.run_stages(run, "inputs", only)
+        return stages.run_stages(run, "inputs")
 
     start.ran = ran
     return start
@@ -51,14 +51,6 @@ def test_a_stage_runs_again_only_where_it_or_one_before_it_has_changed(run_two, 
     assert (tmp_path / "check.before-1" / "made").read_text() == "b"  # what was made by other settings is kept
     run_two(settings=("d", "c"))
     assert run_two.ran == {"gate": 2, "check": 3}
-
-
-def test_one_stage_alone_is_the_same_as_in_the_whole_run(run_two):
-    run_two(only="gate")
-    run_two(only="check")
-    assert run_two.ran == {"gate": 1, "check": 1}
-    run_two()
-    assert run_two.ran == {"gate": 1, "check": 1}
 
 
 @pytest.mark.parametrize(
