@@ -1,8 +1,8 @@
 """Judge what lies here, make what is published of it, and push that by huggingface_hub, or write it for a dry run.
 
-One commit holds everything and names its parent, and the Hub refuses it if somebody else came first. A push that breaks off is
-resumed by the same command: huggingface_hub sends no file that has arrived a second time, and makes no commit in which nothing
-changes.
+One commit holds everything, of a slow upload several do. The first names its parent, and the Hub refuses it if somebody else
+came first. A push that breaks off is resumed by the same command: huggingface_hub sends no file that has arrived a second time,
+and makes no commit in which nothing changes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from scripts.push.files import NAMELESS, complete, put_artifact, put_model
 
 REFUSED = {"fail": GATE_FAILED, "inconclusive": INCONCLUSIVE}
 OF_THE_HUB = {".gitattributes"}  # in every new repository
-TITLE = "Publish a draft with its report"  # of our commits, by which a later push knows that it may follow them
+TITLE = "Publish a draft with its report"  # begins our commits', by which a later push knows that it may follow them
 
 
 def publish(config: PushConfig, args: argparse.Namespace) -> int:
@@ -137,7 +137,7 @@ def _check_writable(api: HfApi, repo_id: str, info: ModelInfo, config: PushConfi
     if config.private and not info.private:
         raise InputError(f"{repo_id} exists and is public, while private is true: make it private, or --set private=false")
     there = {each.rfilename for each in info.siblings or ()}
-    if there <= OF_THE_HUB or api.list_repo_commits(repo_id)[0].title == TITLE:
+    if there <= OF_THE_HUB or api.list_repo_commits(repo_id)[0].title.startswith(TITLE):
         return
     raise InputError(
         f"{repo_id} exists with {len(there)} files, and its newest commit is no push of this command: choose another --repo-id"
