@@ -20,6 +20,7 @@ from configs.runtime.command import run_command
 from configs.runtime.errors import InputError
 from configs.runtime.loading import read_values
 from configs.schema.commands.planning import PlanConfig, PlanDistillConfig, PlanHeadsConfig
+from configs.schema.training import HeadsConfig, training_schema
 
 PLANNED = {"hardware", "workload"}
 
@@ -45,14 +46,12 @@ def schema_of(argv: list[str]) -> type[PlanHeadsConfig] | type[PlanDistillConfig
     """Return which kind of recipe a command line names; of a file that cannot be read the command itself complains."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config")
-    parser.add_argument("--set", action="extend", nargs="+", default=[])
     try:
-        known, _ = parser.parse_known_args(argv)
-        content = {} if known.config is None else read_values(known.config)
+        config = parser.parse_known_args(argv)[0].config
+        is_heads = config is None or training_schema(config) is HeadsConfig
     except (argparse.ArgumentError, InputError):
-        return PlanHeadsConfig
-    keys = {*content, *(each.split("=")[0].split(".")[0] for each in known.set)}
-    return PlanHeadsConfig if "head" in keys or known.config is None else PlanDistillConfig
+        is_heads = True
+    return PlanHeadsConfig if is_heads else PlanDistillConfig
 
 
 if __name__ == "__main__":

@@ -35,7 +35,6 @@ def run(*argv):
         ([], PlanHeadsConfig),
         (["--config", "configs/heads/eagle3.yaml"], PlanHeadsConfig),
         (["--config", "configs/distill/draft_lm.yaml"], PlanDistillConfig),
-        (["--config", "configs/distill/draft_lm.yaml", "--set", "output=a", "head.kind=medusa"], PlanHeadsConfig),
     ],
 )
 def test_the_recipe_says_what_it_is_one_of(argv, schema):
