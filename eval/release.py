@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,11 +26,23 @@ from configs.schema.target import IDENTITY
 from eval.report.comparison import Difference, differences, prompt_differences, speed_change, tau_change
 from eval.report.schema import PromptsSection, Report, SuiteSection
 from eval.report.tables import Table, as_markdown_table, as_text, code, escape
-from eval.report.text import UNTESTED, describe_checks, exactness, headline, settings, short, significant, warnings
+from eval.report.text import (
+    UNTESTED,
+    by_suite,
+    describe_checks,
+    exactness,
+    fastest_free,
+    headline,
+    settings,
+    short,
+    significant,
+    warnings,
+)
 from eval.stats import Interval
 
 PAIRED = dict(zip(RELATIVE, (tau_change, speed_change), strict=True))
 EVERY_CATEGORY = "by_category.*."
+WORTH = re.compile(r"tokens_per_target_step|speed")  # in a metric's path: what the draft is worth
 MORE_THAN_ONE = math.nextafter(1.0, math.inf)  # a draft that only equals what is free is not worth its training
 
 
@@ -62,11 +75,18 @@ def judge(report: Report, config: GateConfig, baseline: Report | None = None, ar
     for name, suite in report.suites.items():
         asked = f"all {suite.prompts.num_asked} asked for"
         findings.append(_finding(f"prompts of {name}", float(suite.prompts.num_prompts), asked, _unfit(suite.prompts)))
+    if report.prompts.num_trained_on is None and not config.allow_unknown_training:
+        reason = "the draft does not say what it was trained on: allow_unknown_training takes it nevertheless"
+        findings.append(_finding("training prompts", "unknown", "known", reason, "inconclusive"))
     findings.append(_judge_provenance(report, config, artifact))
+    if not config.must_beat and not any(WORTH.search(rule.metric) for rule in config.rules):
+        reason = "no rule is on tokens per target step or speed: the gate does not ask what the draft is worth"
+        findings.append(_finding("rules", float(len(config.rules)), "one on tau or speed", reason, "inconclusive"))
     for rule in config.rules:
         findings += _judge_rule(report, rule, baseline)
     for name in config.must_beat:
-        findings += _judge_against_untrained(report, name)
+        for suite_name, section in (by_suite(report) or {"": report}).items():
+            findings += _judge_against_untrained(section, name, f" on {suite_name}" if suite_name else "")
     notes = [f"the baseline report differs in {difference}, which the gate allows" for difference in allowed]
     return GateVerdict(findings=tuple(findings), notes=tuple(notes))
 
@@ -172,18 +192,27 @@ def _judge_rule(report: Report, rule: GateRule, baseline: Report | None) -> list
     metrics, own = [rule.metric], rule.metric.removeprefix(EVERY_CATEGORY)
     if own != rule.metric:
         metrics = [f"by_category.{category}.{own}" for category in section.by_category]
+        if not metrics:
+            return [_finding(f"{path}{rule.metric}", 0.0, "a category or more", "the report has none")]
     return [_judge_metric(report, f"{path}{metric}", rule, baseline) for metric in metrics]
 
 
-def _judge_against_untrained(report: Report, name: str) -> list[Finding]:
-    if name not in report.baselines:
-        known = ", ".join(report.baselines) or "none"
-        raise InputError(f"must_beat: the report has no baseline {name!r} (it has: {known}); name it in eval's `baselines`")
+def _judge_against_untrained(section: SuiteSection, name: str, where: str) -> list[Finding]:
+    """Return whether the draft lies above a way of decoding that needs no training, on one suite."""
+    fastest = fastest_free(section) if name == "fastest" else None
+    known = section.baselines if name != "fastest" else {} if fastest is None else {name: fastest[1]}
+    if name not in known:
+        has = ", ".join(section.baselines) or "none"
+        raise InputError(
+            f"must_beat: the report has no baseline {name!r}{where} (it has: {has}); name it in eval's `baselines`"
+        )
     ratios = {"tokens_per_target_step": "tokens_per_target_step_ratio", "decode_speedup": "decode_speed_ratio"}
-    found = {metric: report.baselines[name].interval_of(ratio) for metric, ratio in ratios.items()}
+    rival = name if fastest is None else f"{fastest[0]}, the fastest without training"
+    found = {metric: known[name].interval_of(ratio) for metric, ratio in ratios.items()}
     return [
-        _held(f"{metric} against {name}", Interval(point, *(bounds or ())), "more than 1 times", MORE_THAN_ONE)
+        _held(f"{metric} against {rival}{where}", Interval(point, *(bounds or ())), "more than 1 times", MORE_THAN_ONE)
         for metric, (point, bounds) in found.items()
+        if fastest is None or metric == "decode_speedup"
     ]
 
 

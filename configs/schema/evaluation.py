@@ -238,8 +238,10 @@ class GateConfig(Settings):
     # Verdicts on the output that pass.
     lossless: list[Literal["lossless", "lossless_up_to_ties", "lossy_by_design"]] = ["lossless", "lossless_up_to_ties"]
     min_prompts: PositiveInt = 1  # that the report must be of
-    # Ways to decode that need no training, measured in the same run: both tau and speed must lie above theirs
-    must_beat: list[FreeDraft] = []
+    # Ways to decode that need no training, measured in the same run: on every suite both tau and speed must lie above theirs;
+    # `fastest`: the speed above that of whichever of them is the fastest there
+    must_beat: list[FreeDraft | Literal["fastest"]] = []
+    allow_unknown_training: bool = False  # the draft may be one that does not say on which prompts it was trained
     suite_sha256: str | None = None  # what the report's prompts must hash to (its prompts.sha256)
     allow_target_mismatch: bool = False  # the draft may have been made for other weights than those it was measured with
     # What a baseline report may have been made with otherwise. Target and prompts are never in question.

@@ -120,6 +120,7 @@ def shared_inputs(random_generations, random_timings, make_round, make_generatio
                 Prompt(prompt_id=each.prompt_id, category=each.category, turns=(f"Question {each.prompt_id}: why?",))
                 for each in random_generations
             ),
+            trained_on=(),
         ),
         "generations": [*plain, *random_generations, *lookup],
         "timings": random_timings,

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 from configs.runtime.command import BAD_INPUT, run_command
 from configs.runtime.errors import InputError
 from configs.schema.decoding import ParticleSampling, TypicalAcceptance
-from configs.schema.evaluation import EvalConfig, GateConfig, LosslessConfig
+from configs.schema.evaluation import EvalConfig, GateConfig, GateRule, LosslessConfig
 from distill.dataset.conversations import text_hash
 from eval.decoder.decode import Request, decode
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP
@@ -105,7 +105,8 @@ def test_a_sound_draft_passes_the_gate_and_a_rule_that_accepts_everything_does_n
     if planted:
         monkeypatch.setattr("eval.decoder.verifier.verify_greedy", accept_everything)
     evaluate(config.model_copy(update={"baselines": []}))
-    verdict = judge(report_in(config), GateConfig(), artifact=read_artifact([config.draft]))
+    gate = GateConfig(rules=[GateRule(metric="acceptance.tokens_per_target_step", min=0.1)], allow_unknown_training=True)
+    verdict = judge(report_in(config), gate, artifact=read_artifact([config.draft]))
     assert [each.check for each in verdict.findings if each.outcome != "pass"] == ["lossless"] * planted
 
 

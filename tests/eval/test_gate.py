@@ -175,6 +175,43 @@ def test_a_draft_must_beat_what_is_free_in_tokens_and_in_speed(report, tau_ci, s
     assert [finding.outcome for finding in found] == expected
 
 
+def test_the_fastest_of_what_is_free_is_the_rival_on_every_suite(report):
+    """Prompt lookup is the faster one at home, suffix lookup in the house, where the draft loses to it."""
+    ways = {"prompt_lookup": (1.3, 1.2), "suffix_lookup": (1.1, 1.4)}
+    home, house = (
+        {
+            name: report.baselines["prompt_lookup"].model_dump()
+            | {"decode_speedup": speeds[place], "decode_speed_ratio": 2 / speeds[place]}
+            | {"decode_speed_ratio_ci": [1.05, 1.2] if place == 0 else [0.8, 0.9]}
+            for name, speeds in ways.items()
+        }
+        for place in (0, 1)
+    )
+    suite = {field: report.to_dict()[field] for field in SUITE}
+    found = judge(
+        changed(report, {"baselines": home, "suites": {"house": suite | {"baselines": house}}}),
+        GateConfig(must_beat=["fastest"]),
+    ).findings[-2:]
+    assert [(finding.outcome, "prompt" in finding.check, "suffix" in finding.check) for finding in found] == [
+        ("pass", True, False),
+        ("fail", False, True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [([], "inconclusive"), ([TAU], "pass"), ([SPEEDUP], "pass"), (["acceptance.position_conditional.0"], "inconclusive")],
+)
+def test_a_gate_that_does_not_ask_what_the_draft_is_worth_cannot_pass(report, metrics, expected):
+    gate = GateConfig(rules=[GateRule(metric=each, min=0.0, bound="point") for each in metrics])
+    assert judge(report, gate).outcome == expected
+
+
+def test_a_rule_on_every_category_fails_where_there_is_none(report):
+    gate = GateConfig(rules=[GateRule(metric=f"by_category.*.{TAU}", min=1.1)])
+    assert judge(changed(report, {"by_category": lambda _: {}}), gate).outcome == "fail"
+
+
 # --- checks without a rule ----------------------------------------------------------------------------------------
 
 
@@ -187,11 +224,14 @@ def test_a_draft_must_beat_what_is_free_in_tokens_and_in_speed(report, tau_ci, s
         ("lossless.checked_prompts", 0, "lossless", "fail"),
         ("prompts.num_prompts", 31, "prompts", "fail"),
         ("prompts.failed", [{"prompt_id": "a", "mode": "speculative", "stop_reason": "non_finite"}], "prompts", "fail"),
+        ("prompts.num_trained_on", None, "training prompts", "inconclusive"),
         ("draft.target_sha256", F, "provenance", "fail"),
     ],
 )
-def test_a_gate_without_rules_still_stops_an_unsound_report(report, path, value, check, expected):
-    verdict = judge(changed(report, {path: value}), GateConfig())
+def test_whatever_the_rules_an_unsound_report_is_stopped(report, path, value, check, expected):
+    gate = GateConfig(rules=[GateRule(metric=TAU, min=0.5)])
+    assert judge(report, gate).outcome == "pass"
+    verdict = judge(changed(report, {path: value}), gate)
     assert verdict.outcome == expected
     assert [each.check for each in verdict.findings if each.outcome != "pass" and each.reason] == [check]
 
@@ -243,7 +283,7 @@ def test_a_gate_may_ask_for_a_number_of_prompts_and_for_one_suite(report, gate, 
 
 def test_a_lossy_rule_passes_where_the_gate_allows_it_and_its_answers_were_judged(report, quality_section):
     report = changed(report, {"lossless.verdict": "lossy_by_design"})
-    gate = GateConfig(lossless=["lossy_by_design"])
+    gate = GateConfig(lossless=["lossy_by_design"], rules=[GateRule(metric=TAU, min=0.5)])
     (unjudged,) = [each for each in judge(report, gate).findings if each.outcome == "fail"]
     assert unjudged.check == "lossless"
     assert "nothing says what they are worth" in unjudged.reason
@@ -305,7 +345,8 @@ def test_every_gate_that_comes_along_fails_a_draft_that_prompt_lookup_beats(repo
     config = load_config(GateConfig, str(ROOT / f"configs/gates/{name}.yaml"), ["min_prompts=32"])
     report = changed(report, {"suites": {"house": {field: report.to_dict()[field] for field in SUITE}}})
     assert judge(report, config, report).outcome == "pass"
-    lookup = {"tokens_per_target_step_ratio": 0.95, "tokens_per_target_step_ratio_ci": [0.9, 0.99]}
+    metric = "tokens_per_target_step_ratio" if name == "run" else "decode_speed_ratio"
+    lookup = {metric: 0.95, f"{metric}_ci": [0.9, 0.99]}
     beaten = changed(report, {"baselines.prompt_lookup": lookup})
     failed = [each.check for each in judge(beaten, config, report).findings if each.outcome == "fail"]
     assert len(failed) == 1

@@ -83,7 +83,9 @@ def change(path, alter):
 def judge(folder, **settings):
     """Let the gate judge a release; return its exit code."""
     report = str(folder / "evaluation" / "report.json")
-    return gate.main(GateConfig(**settings), SimpleNamespace(report=report, baseline=None, artifact=[], output=None))
+    rules = [{"metric": "acceptance.tokens_per_target_step", "min": 0.5}]
+    config = GateConfig.model_validate({"rules": rules, "allow_unknown_training": True} | settings)
+    return gate.main(config, SimpleNamespace(report=report, baseline=None, artifact=[], output=None))
 
 
 @pytest.fixture
