@@ -1,6 +1,6 @@
-"""The distillation loss, and training steps from a cache, online and by TRL, in turns: `python -m scripts.bench.distill`.
+"""The distillation loss beside a plain one, and training steps beside TRL's: `python -m scripts.bench.distill`.
 
-Needs the draft LM of `make bench`. TRL's sides are left out where `trl` is not installed (written for 1.16.0; its trainer
+Needs the draft LM of `make bench`. TRL's side is left out where `trl` is not installed (written for 1.16.0; its trainer
 runs at its best: no activation checkpointing, no logging, no data loading in the step). Both sides of the loss take the
 same random hidden states and frozen bfloat16 heads, a process each pass. B batch, T positions of a row; N positions, D width, V
 vocabulary of the loss.
@@ -12,7 +12,6 @@ import copy
 import importlib.util
 import logging
 import math
-import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor
 from torch.nn import functional as F
@@ -33,17 +33,16 @@ from torch.nn import functional as F
 from configs.runtime.command import DONE, GATE_FAILED, run_command
 from configs.schema.base import PositiveInt, Settings
 from configs.schema.training import DistillConfig, LossConfig
-from distill.cache.reader import open_cache
 from distill.dataset.batches import ConversationDataset, make_loader
-from distill.dataset.conversations import MANIFEST, read_conversations
-from distill.loss.divergences import jsd
+from distill.dataset.conversations import Conversation, read_conversations
+from distill.loss.divergences import forward_kl
 from distill.loss.fused import DraftRows, LogitHead, TargetRows, fused_loss
 from distill.student.init import initial_draft
 from eval.stats import Interval, paired_ratio_interval
-from heads.frozen.loading import load_target
+from heads.frozen.loading import Target, load_target
 from heads.metadata import read_metadata
 from heads.modules.interface import NO_DOCUMENT, Batch
-from scripts.bench.harness import SideTurns, run_module, speed_ratio, take_turns, write_results
+from scripts.bench.harness import speed_ratio, take_turns, write_results
 from train.launch import make_accelerator
 from train.loop.engines import make_optimizer
 from train.tasks.draft import DraftTask
@@ -51,16 +50,15 @@ from train.tasks.draft import DraftTask
 log = logging.getLogger("draftsmith")
 
 OURS, UNCHUNKED = "chunked", "unchunked"
-ONLINE, CACHED = "online", "cached"
 GKD, SAME_WORK = "trl_gkd", "ours, the same work"
 TRL_IS_INSTALLED = importlib.util.find_spec("trl") is not None
 IGNORED = -100  # TRL's label of a position that is not trained
 
-Step = Callable[[Batch], float]  # an optimiser step; returns the loss before it
+Step = Callable[[Batch], object]  # an optimiser step, done when it returns
 
 
 class LossBenchConfig(Settings):
-    """Forward and backward over random hidden states and frozen heads."""
+    """Forward KL, forward and backward, over random hidden states and frozen heads."""
 
     vocab_size: PositiveInt = 151_936  # rows of both heads
     width: PositiveInt = 576  # of both sides' hidden states
@@ -70,140 +68,68 @@ class LossBenchConfig(Settings):
 
 
 class DistillBenchConfig(Settings):
-    """`python -m scripts.bench.distill`: the loss's memory and time, training from a cache, training beside TRL."""
+    """`python -m scripts.bench.distill`: the loss's memory and time, and training beside TRL."""
 
     draft: str = "runs/heads/draft_lm/artifact"  # a distilled draft LM; its target, data and recipe are what is measured
     loss: LossBenchConfig = LossBenchConfig()
     num_batches: PositiveInt = 12  # timed optimiser steps by side
-    trl_batch_size: PositiveInt = 4  # conversations a batch beside TRL's trainer
+    batch_size: PositiveInt = 4  # conversations a step
     output: str = "docs/results/distill.json"
 
 
 def compare_distillation(config: DistillBenchConfig) -> int:
-    recipe = DistillConfig.model_validate(read_metadata(Path(config.draft)).training)
-    rows, loss_ratios, agrees = measure_losses(config.loss)
+    rows, ratios, agrees = measure_losses(config.loss)
     with TemporaryDirectory(prefix="bench-distill-") as scratch:
-        sides = Sides(config, recipe, Path(scratch))
-        cached, beside_trl = sides.compare_cached(), sides.compare_with_trl() if TRL_IS_INSTALLED else {}
-    ratios = {"cached_speed_vs_online": speed_ratio(cached[CACHED], cached[ONLINE], lambda _: 1.0)}
-    if beside_trl:
-        ratios["tokens_per_second_vs_trl_gkd"] = speed_ratio(beside_trl[SAME_WORK], beside_trl[GKD], float)
-    rows += [*step_rows(cached, recipe.schedule.batch_size), *step_rows(beside_trl, config.trl_batch_size)]
-    write_results(
-        config.output,
-        "distill",
-        rows=rows,
-        ratios=loss_ratios | ratios,
-        config=config,
-        threads=torch.get_num_threads(),
-    )
+        steps, speed = compare_training(config, Path(scratch))
+    threads = torch.get_num_threads()
+    write_results(config.output, "distill", rows=[*rows, *steps], ratios=ratios | speed, config=config, threads=threads)
     if not agrees:
         log.error("the two losses have different values: a ratio of the times of two computations would mean nothing")
     return DONE if agrees else GATE_FAILED
 
 
-class Sides:
-    """The trainings that take turns; nothing is written outside `scratch`."""
+# --- training ---------------------------------------------------------------------------------------------------------
 
-    def __init__(self, config: DistillBenchConfig, recipe: DistillConfig, scratch: Path) -> None:
-        data, schedule = recipe.data.model_copy(update={"cache": None}), recipe.schedule.model_copy(update={"trackers": []})
-        self.recipe = recipe.model_copy(update={"data": data, "schedule": schedule, "output": str(scratch / "run")})
-        self.config, self.scratch = config, scratch
-        self.accelerator = make_accelerator(schedule, scratch)
-        self.target = load_target(recipe.target.model_copy(update={"device": str(self.accelerator.device)}))
-        self.rows = read_conversations(Path(data.train))
 
-    def compare_cached(self) -> dict[str, SideTurns[int]]:
-        """Train from a cache of the target's states, made beforehand and untimed, and with the target running."""
-        rows = self.rows[: self.config.num_batches * self.recipe.schedule.batch_size]
-        file, folder = self.scratch / "cached.jsonl", self.scratch / "cache"
-        file.write_text("".join(row.to_line() for row in rows), encoding="utf-8")
-        shutil.copy(Path(self.recipe.data.train).with_name(MANIFEST), self.scratch)
-        target, length = self.recipe.target, self.recipe.data.max_length
-        settings = {"target.name": target.name, "target.dtype": target.dtype, "dtype": target.dtype, "max_length": length}
-        changes = [f"{key}={value}" for key, value in {**settings, "data": file, "output": folder}.items()]
-        run_module("scripts.cache", *(part for change in changes for part in ("--set", change)))
-        cache = open_cache(folder, file, self.target)
-        steps = {ONLINE: self.steps_of(self.recipe), CACHED: self.steps_of(self.recipe, cache=cache)}
-        return self.in_turns(steps, rows, self.recipe.schedule.batch_size)
+def compare_training(config: DistillBenchConfig, scratch: Path) -> tuple[list[dict[str, Any]], dict[str, Interval]]:
+    """Let each side take a step on every batch, every token a label, as TRL's trainer has it; return rows and the ratio."""
+    recipe = plain_recipe(DistillConfig.model_validate(read_metadata(Path(config.draft)).training), scratch)
+    accelerator = make_accelerator(recipe.schedule, scratch)
+    target = load_target(recipe.target.model_copy(update={"device": str(accelerator.device)}))
+    rows = read_conversations(Path(recipe.data.train))
+    steps = {SAME_WORK: our_steps(recipe, target, rows, accelerator, config.num_batches)}
+    if TRL_IS_INSTALLED:
+        steps[GKD] = trl_steps(recipe, target, scratch)
+    dataset = ConversationDataset(rows[: config.num_batches * config.batch_size], int(recipe.data.max_length))
+    loader = make_loader(dataset, config.batch_size, seed=recipe.schedule.seed)
+    batches = [every_token_a_label(batch.to(target.device)) for batch in islice(loader, config.num_batches)]
 
-    def compare_with_trl(self) -> dict[str, SideTurns[int]]:
-        """Train by TRL's GKDTrainer and by ours, with every token a label as it does."""
-        student = self.recipe.student.model_copy(update={"draft_vocab_size": None})
-        loss = LossConfig(divergence="forward_kl", chunk_size=self.recipe.loss.chunk_size)
-        plain = self.recipe.model_copy(update={"student": student, "loss": loss})
-        same_work = self.steps_of(plain)
-        steps = {GKD: self.trl_steps(plain), SAME_WORK: lambda batch: same_work(every_token_a_label(batch))}
-        rows = self.rows[: self.config.num_batches * self.config.trl_batch_size]
-        return self.in_turns(steps, rows, self.config.trl_batch_size)
+    def timed(step: Step, batch: Batch, repeat: int) -> int:
+        step(batch)
+        return int((batch.document_ids_BT != NO_DOCUMENT).sum())
 
-    def steps_of(self, recipe: DistillConfig, **cache: Any) -> Step:
-        """Return the steps of our training of a recipe, from an untrained draft."""
-        set_seed(recipe.schedule.seed)
-        held_out = self.rows[: recipe.held_out.num_prompts]
-        task = DraftTask(recipe, self.target, self.rows, held_out, self.accelerator, **cache)
-        optimizer, _ = make_optimizer(task.module, recipe.optimizer, self.config.num_batches + 1)
-        module, optimizer = self.accelerator.prepare(task.module, optimizer)
+    sides = {name: partial(timed, step) for name, step in steps.items()}
+    turns = take_turns(sides, batches, 1, description="training steps", unit="batches")
+    measured = []
+    for name, own in turns.items():
+        seconds, tokens = (sum(getattr(turn, what) for (turn,) in own) for what in ("seconds", "result"))
+        rates = {"tokens_per_second": tokens / seconds, "steps_per_second": len(own) / seconds}
+        measured.append({"training": name, "batch_size": config.batch_size, "steps": len(own), **rates})
+    if GKD not in turns:
+        return measured, {}
+    return measured, {"tokens_per_second_vs_trl_gkd": speed_ratio(turns[SAME_WORK], turns[GKD], float)}
 
-        def step(batch: Batch) -> float:
-            num_labels = batch.loss_mask_BT[:, 1:].sum().clamp(min=1)
-            with self.accelerator.autocast():
-                loss = task.loss(module, batch, task.source.read(batch)).loss / num_labels
-            self.accelerator.backward(loss)
-            self.accelerator.clip_grad_norm_(module.parameters(), recipe.optimizer.max_grad_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-            return float(loss.item())
 
-        return step
-
-    def trl_steps(self, recipe: DistillConfig) -> Step:
-        """Return the steps of TRL's trainer: forward KL on given answers, AdamW."""
-        from datasets import Dataset
-        from trl.experimental.gkd import GKDConfig, GKDTrainer
-
-        set_seed(recipe.schedule.seed)
-        adamw, precision = recipe.optimizer, recipe.schedule.mixed_precision
-        settings: dict[str, Any] = {"learning_rate": adamw.learning_rate, "weight_decay": adamw.weight_decay}
-        settings |= {"adam_beta1": adamw.beta1, "adam_beta2": adamw.beta2, "bf16": precision == "bf16"}
-        settings |= {"use_cpu": self.target.device.type == "cpu"}
-        settings |= {"lmbda": 0.0, "beta": 0.0, "activation_checkpointing": False}  # KL(target || draft) on given answers
-        arguments = GKDConfig(output_dir=str(self.scratch / "trl"), report_to="none", disable_tqdm=True, **settings)
-        unused = [{"messages": [{"role": "user", "content": "-"}, {"role": "assistant", "content": "-"}]}]  # it wants some
-        trainer = GKDTrainer(
-            model=initial_draft(recipe.student, self.target),
-            teacher_model=copy.deepcopy(self.target.model),
-            args=arguments,
-            train_dataset=Dataset.from_list(unused),
-            processing_class=self.target.tokenizer,
-        )
-        optimizer = trainer.accelerator.prepare_optimizer(trainer.create_optimizer())
-        model = trainer.accelerator.prepare_model(trainer.model)
-
-        def step(batch: Batch) -> float:
-            attended_BT = (batch.document_ids_BT != NO_DOCUMENT).long()
-            labels_BT = batch.input_ids_BT.masked_fill(~batch.loss_mask_BT, IGNORED)
-            inputs = {"input_ids": batch.input_ids_BT, "attention_mask": attended_BT, "labels": labels_BT}
-            loss = trainer.training_step(model, inputs, int(batch.loss_mask_BT[:, 1:].sum()))
-            trainer.accelerator.clip_grad_norm_(model.parameters(), adamw.max_grad_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-            return float(loss.item())
-
-        return step
-
-    def in_turns(self, steps: dict[str, Step], rows: Sequence[Any], batch_size: int) -> dict[str, SideTurns[int]]:
-        """Let every side take a step on every batch, timed until the loss is on the CPU; the results are tokens."""
-        dataset = ConversationDataset(rows, int(self.recipe.data.max_length))
-        loader = make_loader(dataset, batch_size, seed=self.recipe.schedule.seed)
-        batches = [batch.to(self.target.device) for batch in islice(loader, self.config.num_batches)]
-
-        def timed(step: Step, batch: Batch, repeat: int) -> int:
-            step(batch)
-            return int((batch.document_ids_BT != NO_DOCUMENT).sum())
-
-        sides = {name: partial(timed, step) for name, step in steps.items()}
-        return take_turns(sides, batches, 1, description="training steps", unit="batches")
+def plain_recipe(recipe: DistillConfig, scratch: Path) -> DistillConfig:
+    """Return a recipe with the loss and the vocabulary that TRL has too."""
+    changes = {
+        "data": recipe.data.model_copy(update={"cache": None}),
+        "schedule": recipe.schedule.model_copy(update={"trackers": []}),
+        "student": recipe.student.model_copy(update={"draft_vocab_size": None}),
+        "loss": LossConfig(divergence="forward_kl", chunk_size=recipe.loss.chunk_size),
+        "output": str(scratch / "run"),
+    }
+    return recipe.model_copy(update=changes)
 
 
 def every_token_a_label(batch: Batch) -> Batch:
@@ -213,14 +139,70 @@ def every_token_a_label(batch: Batch) -> Batch:
     return batch._replace(loss_mask_BT=mask_BT)
 
 
-def step_rows(turns: dict[str, SideTurns[int]], batch_size: int) -> list[dict[str, Any]]:
-    rows = []
-    for name, cases in turns.items():
-        done = [turn for repeats in cases for turn in repeats]
-        seconds = sum(turn.seconds for turn in done)
-        rates = {"tokens_per_second": sum(turn.result for turn in done) / seconds, "steps_per_second": len(done) / seconds}
-        rows.append({"training": name, "batch_size": batch_size, "steps": len(cases), **rates})
-    return rows
+def our_steps(
+    recipe: DistillConfig, target: Target, rows: Sequence[Conversation], accelerator: Accelerator, num_steps: int
+) -> Step:
+    """Return the steps of our training of a recipe, from an untrained draft."""
+    set_seed(recipe.schedule.seed)
+    task = DraftTask(recipe, target, rows, rows[: recipe.held_out.num_prompts], accelerator)
+    optimizer, _ = make_optimizer(task.module, recipe.optimizer, num_steps + 1)
+    module, optimizer = accelerator.prepare(task.module, optimizer)
+
+    def step(batch: Batch) -> float:
+        with accelerator.autocast():
+            loss = task.loss(module, batch, task.source.read(batch)).loss / batch.loss_mask_BT[:, 1:].sum()
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(module.parameters(), recipe.optimizer.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.item())  # which waits for the device
+
+    return step
+
+
+def trl_steps(recipe: DistillConfig, target: Target, scratch: Path) -> Step:
+    """Return the steps of TRL's trainer: forward KL on given answers, AdamW."""
+    from datasets import Dataset
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    set_seed(recipe.schedule.seed)
+    adamw = recipe.optimizer
+    arguments = GKDConfig(
+        output_dir=str(scratch / "trl"),
+        report_to="none",
+        disable_tqdm=True,
+        learning_rate=adamw.learning_rate,
+        weight_decay=adamw.weight_decay,
+        adam_beta1=adamw.beta1,
+        adam_beta2=adamw.beta2,
+        bf16=recipe.schedule.mixed_precision == "bf16",
+        use_cpu=target.device.type == "cpu",
+        lmbda=0.0,  # on given answers
+        beta=0.0,  # KL(target || draft)
+        activation_checkpointing=False,
+    )
+    unused = [{"messages": [{"role": "user", "content": "-"}, {"role": "assistant", "content": "-"}]}]  # it wants some
+    trainer = GKDTrainer(
+        model=initial_draft(recipe.student, target),
+        teacher_model=copy.deepcopy(target.model),
+        args=arguments,
+        train_dataset=Dataset.from_list(unused),
+        processing_class=target.tokenizer,
+    )
+    optimizer = trainer.accelerator.prepare_optimizer(trainer.create_optimizer())
+    model = trainer.accelerator.prepare_model(trainer.model)
+
+    def step(batch: Batch) -> float:
+        attended_BT = (batch.document_ids_BT != NO_DOCUMENT).long()
+        labels_BT = batch.input_ids_BT.masked_fill(~batch.loss_mask_BT, IGNORED)
+        inputs = {"input_ids": batch.input_ids_BT, "attention_mask": attended_BT, "labels": labels_BT}
+        loss = trainer.training_step(model, inputs, int(batch.loss_mask_BT[:, 1:].sum()))
+        trainer.accelerator.clip_grad_norm_(model.parameters(), adamw.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.item())
+
+    return step
 
 
 # --- the loss -----------------------------------------------------------------------------------------------------------
@@ -250,7 +232,7 @@ def measure_pass(config: LossBenchConfig, name: str, number: int, repeat: int) -
 
 def forward_backward(config: LossBenchConfig, name: str) -> tuple[float, float, float]:
     """Return what one pass takes: growth of the resident set over the loaded inputs in MiB, seconds, and the loss."""
-    loss_of: Callable[..., Tensor] = partial(chunked_jsd, chunk_size=config.chunk_size) if name == OURS else unchunked_jsd
+    loss_of: Callable[..., Tensor] = partial(chunked_kl, chunk_size=config.chunk_size) if name == OURS else unchunked_kl
     loss_of(*make_inputs(2, config.width, 16)).backward()  # what libraries take at their first use is not the loss's
     inputs = make_inputs(config.positions, config.width, config.vocab_size)
     before = read_kibibytes("VmRSS")
@@ -281,11 +263,8 @@ def make_inputs(num_positions: int, width: int, vocab_size: int) -> tuple[Tensor
     return draw(num_positions).requires_grad_(), draw(num_positions), *heads
 
 
-def chunked_jsd(draft_ND: Tensor, target_ND: Tensor, draft_head_VD: Tensor, target_head_VD: Tensor, chunk_size: int) -> Tensor:
-    """Return the loss by `distill.loss.fused`, whose JSD is scaled so that its ends are the two KLs: here by 4.
-
-    It is not compiled: that would count as memory and time of the one pass that a process makes.
-    """
+def chunked_kl(draft_ND: Tensor, target_ND: Tensor, draft_head_VD: Tensor, target_head_VD: Tensor, chunk_size: int) -> Tensor:
+    """Return the loss by `distill.loss.fused`, not compiled: that would count as memory and time of a process's one pass."""
     num_positions = len(draft_ND)
     target = TargetRows(hidden_PE=target_ND, logits_of=partial(F.linear, weight=target_head_VD))
     rows = DraftRows(
@@ -294,20 +273,15 @@ def chunked_jsd(draft_ND: Tensor, target_ND: Tensor, draft_head_VD: Tensor, targ
         places_N=torch.arange(num_positions),
         weights_N=torch.full((num_positions,), 1 / num_positions),
     )
-    loss, _ = fused_loss(target, [rows], partial(jsd, beta=0.5), chunk_size=chunk_size, compiled=False)
-    return loss / 4
+    return fused_loss(target, [rows], forward_kl, chunk_size=chunk_size, compiled=False)[0]
 
 
-def unchunked_jsd(draft_ND: Tensor, target_ND: Tensor, draft_head_VD: Tensor, target_head_VD: Tensor) -> Tensor:
+def unchunked_kl(draft_ND: Tensor, target_ND: Tensor, draft_head_VD: Tensor, target_head_VD: Tensor) -> Tensor:
     """Return the loss as it stands in a textbook, all positions at once, with autograd doing the rest."""
     with torch.no_grad():
         log_p_NV = F.linear(target_ND, target_head_VD).float().log_softmax(-1)
     log_q_NV = F.linear(draft_ND, draft_head_VD).float().log_softmax(-1)
-    log_m_NV = torch.logaddexp(log_p_NV, log_q_NV) - math.log(2)
-    target_side, draft_side = (
-        F.kl_div(log_m_NV, each, reduction="batchmean", log_target=True) for each in (log_p_NV, log_q_NV)
-    )
-    return (target_side + draft_side) / 2
+    return F.kl_div(log_q_NV, log_p_NV, reduction="batchmean", log_target=True)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 
 from configs.runtime.command import DONE, GATE_FAILED, run_command
-from configs.runtime.files import read_json
 from configs.schema.base import Dtype, PositiveFloat, PositiveInt, Settings
 from heads.device import default_device, synchronize
-from scripts.bench.harness import run_config, write_results
+from scripts.bench.harness import evaluate, run_config, write_results
 from train.loop.telemetry import METRICS_FILE, read_lines
 
 log = logging.getLogger("draftsmith")
@@ -54,24 +53,21 @@ def measure_device(config: GpuBenchConfig) -> int:
     schedule = {"batch_size": config.batch_size, "max_steps": config.training_steps, "trackers": [], "resume": False}
     schedule |= {"log_every_steps": max(1, config.training_steps // 2)}
     files = {name: str(folder / "data" / f"{name}.jsonl") for name in ("train", "held_out")}
-    run_config(
-        "train.heads", folder / "head", {"target": target, "data": files, "head": {"kind": "eagle3"}, "schedule": schedule}
-    )
+    recipe = {"target": target, "data": files, "head": {"kind": "eagle3"}, "schedule": schedule, "sanity": {"enabled": False}}
+    run_config("train.heads", folder / "head", recipe)
     last = [row for row in read_lines(folder / "head" / METRICS_FILE) if "tokens_per_second" in row][-1]
     names = ("tokens_per_second", "model_tflops_per_second")
     rows += [{"what": f"training: {name}", "value": last[name]} for name in names]
     slow, paces = [], dict[str, float]()
+    shared = {"draft": str(folder / "head" / "artifact"), "suite": {"path": config.prompts, "num_prompts": 16}}
+    shared["decode"] = {"max_new_tokens": config.max_new_tokens}
     for forward in ("transformers", "lean"):
-        suite = {"path": config.prompts, "num_prompts": 16}
-        decode = {"max_new_tokens": config.max_new_tokens}
-        evaluation = {"target": target | {"forward": forward}, "draft": str(folder / "head" / "artifact"), "suite": suite}
-        run_config("eval.run", folder / forward, evaluation | {"decode": decode, "overwrite": True})
-        speed = read_json(folder / forward / "report.json", "report")["speed"]
+        speed = evaluate(folder / forward, shared | {"target": target | {"forward": forward}})["speed"]
         paces[forward] = speed["milliseconds_per_token_autoregressive"]
         beside = paces["transformers"] / paces[forward]
         rows.append({"what": f"plain decoding, {forward}: times the speed by transformers' forward", "value": beside})
         rows.append({"what": f"decoding with the head, {forward}: speedup", "value": speed["decode_speedup"]})
-        if forward != "transformers" and beside < config.least_speed:
+        if beside < config.least_speed:
             slow.append(f"plain decoding by the {forward} forward has {beside:.2f} times the speed of transformers'")
     for row in rows:
         log.info("%(what)s %(value).4g", row)

@@ -1,4 +1,4 @@
-"""What benchmarks share: results files of one commit, sides that take turns and their ratios, processes and memory.
+"""What benchmarks share: results files of one commit, prompts, reports, sides that take turns and their ratios, processes.
 
 A time belongs to the machine and the minute it was measured in; a ratio of two sides that took turns in one run also means
 something elsewhere. `ratios` of a results file hold only those.
@@ -18,12 +18,12 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel
 
 from configs.runtime.errors import InputError
-from configs.runtime.files import CHECKOUT, write_json
+from configs.runtime.files import CHECKOUT, read_json, write_json
 from configs.runtime.redaction import mask_arguments, mask_secrets
 from configs.runtime.run_record import describe_git, describe_hardware, describe_versions
 from configs.runtime.terminal import progress
-from distill.dataset.conversations import read_conversations
-from eval.decoder.decode import Request
+from distill.dataset.conversations import Conversation, read_conversations
+from eval.decoder.records import AUTOREGRESSIVE, Request
 from eval.stats import Interval, paired_ratio_interval
 from scripts.run.steps import run_step
 
@@ -76,11 +76,47 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def last_prompts(path: str, number: int) -> list[Request]:
-    """Return the last prompts of a file of conversations, of each the first turn: the first ones chose checkpoints."""
-    rows = {row.prompt_id: row for row in reversed(read_conversations(Path(path)))}
-    chosen = [*reversed(rows.values())][-number:]
-    return [Request(prompt_id=row.prompt_id, category=row.category, tokens=row.prompt_ids) for row in chosen]
+# --- prompts and reports --------------------------------------------------------------------------------------------
+
+
+def held_out_rows(path: str, number: int, *, choosing: int = 0) -> list[Conversation]:
+    """Return the first turns of a file's last prompts, but of those that chose checkpoints, which the first rows did."""
+    rows = read_conversations(Path(path))
+    seen = {row.prompt_id for row in rows[:choosing]}
+    left = [row for row in rows if row.turn == 0 and row.prompt_id not in seen]
+    if len(left) < number:
+        raise InputError(f"num_prompts: {path} has {len(left)} prompts that chose no checkpoint")
+    return left[-number:]
+
+
+def requests_of(rows: Iterable[Conversation]) -> list[Request]:
+    return [Request(prompt_id=row.prompt_id, category=row.category, tokens=row.prompt_ids) for row in rows]
+
+
+def evaluate(output: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Evaluate a draft by `eval/run.py`; return the report."""
+    run_config("eval.run", output, {**config, "overwrite": True})
+    return read_json(output / "report.json", "report")
+
+
+def by_suite(report: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return {report["prompts"]["suite"]: report, **report["suites"]}
+
+
+def free_ways(section: Mapping[str, Any], draft: str) -> dict[str, Mapping[str, Any]]:
+    """Return what a suite's section of a report has of ways without training, and of suffix lookup before the draft."""
+    ways = {name: each for name, each in section["baselines"].items() if name != AUTOREGRESSIVE}
+    return ways | ({f"suffix_lookup + {draft}": section["with_lookup"]} if section["with_lookup"] else {})
+
+
+def figures(acceptance: Mapping[str, Any], speed: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return tau and speedup with their bounds, and the acceptance by position."""
+    found: dict[str, Any] = {}
+    for name, key, section in (("tau", "tokens_per_target_step", acceptance), ("speedup", "decode_speedup", speed or {})):
+        low, high = section.get(f"{key}_ci") or (None, None)
+        found |= {name: section.get(key), f"{name}_low": low, f"{name}_high": high}
+    rates = acceptance.get("position_conditional") or []
+    return found | {"alpha_by_position": " / ".join("–" if rate is None else f"{rate:.2f}" for rate in rates)}
 
 
 # --- sides that take turns ------------------------------------------------------------------------------------------

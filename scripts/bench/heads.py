@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from configs.runtime.command import DONE, GATE_FAILED, run_command
-from configs.runtime.errors import ConfigError, InputError
+from configs.runtime.errors import ConfigError
 from configs.runtime.files import read_json
 from configs.runtime.loading import load_config
 from configs.schema.base import PositiveInt, PositiveShare, Settings, Temperature
@@ -25,7 +25,7 @@ from configs.schema.evaluation import FreeDraft, SuiteConfig
 from configs.schema.training import HeadsConfig
 from distill.dataset.batches import ConversationDataset
 from distill.dataset.conversations import read_conversations
-from scripts.bench.harness import run_config, run_module, write_results
+from scripts.bench.harness import by_suite, evaluate, figures, free_ways, held_out_rows, run_config, run_module, write_results
 
 log = logging.getLogger("draftsmith")
 
@@ -87,8 +87,7 @@ def compare_heads(config: HeadsBenchConfig) -> int:
             suffix = ", tree" if branching else ""
             folder = run.folder.with_name(f"{run.name}-eval{suffix[1:].replace(' ', '-')}-t{config.temperature:g}")
             if not (folder / "report.json").is_file():
-                evaluation = evaluation_of(config, run, suites, branching, baselines=config.baselines if not rows else [])
-                run_config("eval.run", folder, evaluation)
+                evaluate(folder, evaluation_of(config, run, suites, branching, baselines=config.baselines if not rows else []))
             report = read_json(folder / "report.json", "report")
             rows += list(rows_of(run, report, suffix))
     wrong = [row for row in rows if row["lossless"] == "not_lossless"]
@@ -128,14 +127,10 @@ def list_runs(config: HeadsBenchConfig, recipes: Mapping[str, HeadsConfig]) -> I
 
 def write_suites(config: HeadsBenchConfig, recipe: HeadsConfig) -> list[dict[str, Any]]:
     """Write the suite of held-out prompts, none of which chose a checkpoint; return the configs of all suites."""
-    rows = read_conversations(Path(recipe.data.held_out))
-    choosing = {row.prompt_id for row in rows[: recipe.held_out.num_prompts]}
-    left = [row for row in rows if row.prompt_id not in choosing and row.turn == 0]
-    if len(left) < config.num_prompts:
-        raise InputError(f"num_prompts: {recipe.data.held_out} has {len(left)} prompts that chose no checkpoint")
     path = Path(config.runs) / f"{HOME_SUITE}.jsonl"
+    rows = held_out_rows(recipe.data.held_out, config.num_prompts, choosing=recipe.held_out.num_prompts)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(row.to_line() for row in left[-config.num_prompts :]), encoding="utf-8")
+    path.write_text("".join(row.to_line() for row in rows), encoding="utf-8")
     return [{"name": HOME_SUITE, "path": str(path)}, *(each.model_dump(mode="json") for each in config.suites)]
 
 
@@ -170,27 +165,10 @@ def rows_of(run: Run, report: Mapping[str, Any], suffix: str) -> Iterator[dict[s
     kind = report["draft"]["kind"]
     for suite, section in by_suite(report).items():
         names = {"suite": suite, "prompts": section["prompts"]["num_prompts"]}
-        acceptance, speed = section["acceptance"], section["speed"] or {}
-        yield {"family": kind, "recipe": run.name + suffix, **names, **figures(acceptance, speed), **cost}
-        others = {name: each for name, each in section["baselines"].items() if name != "autoregressive"}
-        if section.get("with_lookup"):
-            others[f"suffix_lookup + {kind}"] = section["with_lookup"]
-        for name, each in others.items():
+        yield {"family": kind, "recipe": run.name + suffix, **names, **figures(section["acceptance"], section["speed"]), **cost}
+        for name, each in free_ways(section, kind).items():
             recipe = run.name + suffix if kind in name else None
             yield {"family": name, "recipe": recipe, **names, **figures(each, each), **dict.fromkeys(cost), "lossless": None}
-
-
-def by_suite(report: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    return {report["prompts"]["suite"]: report, **report["suites"]}
-
-
-def figures(acceptance: Mapping[str, Any], speed: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, key, section in (("tau", "tokens_per_target_step", acceptance), ("speedup", "decode_speedup", speed)):
-        low, high = section.get(f"{key}_ci") or (None, None)
-        found |= {name: section.get(key), f"{name}_low": low, f"{name}_high": high}
-    rates = acceptance.get("position_conditional") or []
-    return found | {"alpha_by_position": " / ".join("–" if rate is None else f"{rate:.2f}" for rate in rates)}
 
 
 def curve_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -21,27 +21,27 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from scipy.cluster.vq import kmeans2, vq
-from scipy.io import wavfile
-from scipy.signal import resample_poly
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.audio_utils import mel_filter_bank
+from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
 
 from configs.runtime.command import DONE, run_command
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_json
 from configs.schema.base import PositiveInt, Settings, Share
-from scripts.bench.harness import run_config, write_results
+from configs.schema.target import AudioConfig
+from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
+from eval.measure.record_files import RECORDS, read_records
+from heads.frozen.media import read_sound
+from scripts.bench.harness import evaluate, run_config, write_results
 
 log = logging.getLogger("draftsmith")
 
 SIDE, PATCH = 8, 2  # pixels of a picture and of a code
 RATE, WINDOW, HOP, BANDS, FRAMES = 8000, 256, 128, 40, 2  # of a log-mel spectrogram; frames of a code
-LONGEST, QUIET = 39, 1e-6  # codes of a recording; power below which everything is silence
+LONGEST, QUIET = 39, 2.56e-4  # codes of a recording; power of a window below which everything is silence
 PARTS = 8  # of an example, whose means the classifier reads
-HELD_OUT = 0.2  # share of the examples
-ANSWERED = "generation"
 
 
 class ModalitiesConfig(Settings):
@@ -115,19 +115,11 @@ def read_words(folder: Path) -> Examples:
     if len(names) < 2:
         raise InputError(f"wavs: {folder} holds WAV files of {len(names)} words; at least two are needed, named WORD_....wav")
     bank = mel_filter_bank(WINDOW // 2 + 1, BANDS, 50, RATE / 2, RATE, mel_scale="slaney")
+    window, sounds = window_function(WINDOW), AudioConfig(folder=str(folder))
     vectors = []
     for path in paths:
-        try:
-            rate, samples = wavfile.read(path)
-        except ValueError as error:
-            raise InputError(f"wavs: {path} is no WAV file that can be read: {error}") from error
-        level = np.iinfo(samples.dtype).max if samples.dtype.kind in "iu" else 1
-        mono = samples.reshape(len(samples), -1).mean(1)[: 2 * rate] / level
-        common = math.gcd(rate, RATE)
-        heard = np.pad(resample_poly(mono, RATE // common, rate // common), (0, 2 * HOP))
-        window = torch.hann_window(WINDOW)
-        power = torch.stft(torch.from_numpy(heard).float(), WINDOW, HOP, window=window, return_complex=True).abs().square()
-        mel = np.log(np.maximum(power.numpy().T / WINDOW @ bank, QUIET))
+        heard = np.pad(read_sound(str(path.relative_to(folder)), sounds, RATE)[: 2 * RATE], (0, 2 * HOP))
+        mel = spectrogram(heard, window, WINDOW, HOP, power=2.0, mel_filters=bank, mel_floor=QUIET, log_mel="log").T
         length = min(len(mel) // FRAMES, LONGEST)
         vectors.append(mel[: length * FRAMES].reshape(length, FRAMES * BANDS))
     return Examples(vectors, np.array([names.index(word) for word in words]), names)
@@ -143,20 +135,10 @@ def heard_as(vectors_TE: np.ndarray) -> Tensor:
     return torch.from_numpy((np.stack(parts) - vectors_TE.mean()).reshape(-1)).float()
 
 
-def split(number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the examples to train on and those held out."""
-    order = np.random.default_rng(1).permutation(number)
-    return order[int(HELD_OUT * number) :], order[: int(HELD_OUT * number)]
-
-
 def find_centres(examples: Examples) -> Tensor:
     """Return the mean of each class [classes, features]; an example is taken for the class whose mean is nearest."""
     inputs_NF, labels_N = torch.stack(list(map(heard_as, examples.vectors_TE))), torch.from_numpy(examples.labels_N)
-    train, held_out = split(len(labels_N))
-    centres_CF = torch.stack([inputs_NF[train][labels_N[train] == label].mean(0) for label in range(len(examples.names))])
-    right = (torch.cdist(inputs_NF[held_out], centres_CF).argmin(-1) == labels_N[held_out]).float().mean()
-    log.info("the classifier is right on %.1f %% of what is held out", 100 * float(right))
-    return centres_CF
+    return torch.stack([inputs_NF[labels_N == label].mean(0) for label in range(len(examples.names))])
 
 
 def train_target(config: ModalitiesConfig, examples: Examples, codebook_CE: np.ndarray) -> int:
@@ -170,22 +152,16 @@ def train_target(config: ModalitiesConfig, examples: Examples, codebook_CE: np.n
     sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
     sizes |= {"vocab_size": first_class + len(examples.names), "max_position_embeddings": 2 * rows_NT.shape[1]}
     model = LlamaForCausalLM(LlamaConfig(**sizes, attention_dropout=0.1, bos_token_id=None, eos_token_id=end))
-    train, held_out = split(len(codes))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1, betas=(0.9, 0.95))
 
-    def loss_of(rows_BT: Tensor) -> Tensor:
-        logits_BTV = model(input_ids=rows_BT[:, :-1].clamp(min=0)).logits
-        return cross_entropy(logits_BTV.flatten(0, 1), rows_BT[:, 1:].flatten(), ignore_index=-1)
-
     for _ in range(config.epochs):
-        for batch in torch.from_numpy(np.random.permutation(train)).split(64):
-            loss = loss_of(rows_NT[batch])
+        for rows_BT in rows_NT[torch.randperm(len(codes))].split(64):
+            logits_BTV = model(input_ids=rows_BT[:, :-1].clamp(min=0)).logits
+            loss = cross_entropy(logits_BTV.flatten(0, 1), rows_BT[:, 1:].flatten(), ignore_index=-1)
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-    with torch.no_grad():
-        log.info("the target needs %.3f nats a code of what is held out", float(loss_of(rows_NT[held_out[:256]])))
     model.eval().save_pretrained(config.folder / "target")
     classes = len(examples.names)
     for name, first, number in (("prompts", 0, config.num_prompts), ("suite", config.num_prompts, config.num_asked)):
@@ -212,16 +188,19 @@ def run_commands(config: ModalitiesConfig, length: int) -> None:
     decode = {"num_speculative_tokens": 5, "max_new_tokens": length, "temperature": 1.0, "batch_size": 32}
     files = {name: str(folder / "data" / f"{name}.jsonl") for name in ("train", "held_out")}
     recipe: dict[str, Any] = {"target": target, "data": files | {"max_length": length + 2}, "num_speculative_tokens": 5}
-    recipe |= {"head": {"kind": "eagle3", "taps": [1, 2, 3]}, "schedule": {"batch_size": 32, "epochs": 4}}
+    recipe |= {
+        "head": {"kind": "eagle3", "taps": [1, 2, 3]},
+        "schedule": {"batch_size": 32, "epochs": 4},
+        "sanity": {"enabled": False},
+    }
     run_config("train.heads", folder / "heads", recipe | {"held_out": {"num_prompts": 32, "decode": decode}})
     suite = {"name": config.kind, "path": str(folder / "suite.jsonl")}
     evaluation = {"target": target, "draft": str(folder / "heads" / "artifact"), "suite": suite, "repeats": 1, "baselines": []}
-    relaxed = {"kind": "neighbourhood", "k": config.neighbours, "delta": config.delta}
-    relaxed |= {"codebook": str(folder / "codebook.npy")}
+    evaluation["quality"] = {"perplexity": True}
+    codebook = str(folder / "codebook.npy")
+    relaxed = {"kind": "neighbourhood", "k": config.neighbours, "delta": config.delta, "codebook": codebook}
     for name, lossy in (("strict", None), ("relaxed", relaxed)):
-        run_config(
-            "eval.run", folder / name, evaluation | {"decode": decode | {"lossy": lossy}, "quality": {"perplexity": True}}
-        )
+        evaluate(folder / name, evaluation | {"decode": decode | {"lossy": lossy}})
 
 
 def rows_of(config: ModalitiesConfig, centres_CF: Tensor, codebook_CE: np.ndarray) -> Iterator[dict[str, Any]]:
@@ -229,18 +208,16 @@ def rows_of(config: ModalitiesConfig, centres_CF: Tensor, codebook_CE: np.ndarra
     for way in ("strict", "relaxed"):
         folder = config.folder / way
         report, right = read_json(folder / "report.json", "report"), dict[str, list[bool]]()
-        for line in (folder / "records.jsonl").read_text(encoding="utf-8").splitlines():
-            if (answer := json.loads(line).get(ANSWERED)) is None:
-                continue
-            codes = [token for token in answer["tokens"] if token < config.num_codes]
-            asked = answer["prompt_tokens"][0] - config.num_codes - 1
+        for answer in read_records(folder / RECORDS).generations:
+            codes = [token for token in answer.tokens if token < config.num_codes]
+            asked = answer.prompt_tokens[0] - config.num_codes - 1
             seen = bool(codes) and int((centres_CF - heard_as(codebook_CE[codes])).norm(dim=-1).argmin()) == asked
-            right.setdefault(answer["mode"], []).append(seen)
+            right.setdefault(answer.mode, []).append(seen)
         accuracy = {mode: sum(own) / len(own) for mode, own in right.items()}
         if way == "strict":
-            yield {"way": "plain", "tau": 1.0, "speedup": 1.0, "accuracy": accuracy["autoregressive"]}
+            yield {"way": "plain", "tau": 1.0, "speedup": 1.0, "accuracy": accuracy[AUTOREGRESSIVE]}
         figures = {"tau": report["acceptance"]["tokens_per_target_step"], "speedup": report["speed"]["decode_speedup"]}
-        yield {"way": way, **figures, "accuracy": accuracy["speculative"]}
+        yield {"way": way, **figures, "accuracy": accuracy[SPECULATIVE]}
 
 
 if __name__ == "__main__":

@@ -9,21 +9,18 @@ The interval of tau alone would not tell a wrong export, so counts are compared 
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
 
 from configs.runtime.command import DONE, GATE_FAILED, run_command
 from configs.runtime.errors import InputError
-from configs.runtime.files import read_json, write_json
 from configs.runtime.loading import load_config
 from configs.schema.base import PositiveInt, Settings, Share
 from configs.schema.decoding import DecodeConfig
@@ -31,7 +28,6 @@ from configs.schema.evaluation import LosslessConfig
 from configs.schema.target import TargetConfig
 from configs.schema.training import HeadsConfig
 from eval.decoder.decode import Request, check_decodable, decode
-from eval.decoder.records import Generation
 from eval.stats import ratio_interval
 from eval.teacher_forcing import check_tokens
 from heads.artifact import load_draft
@@ -41,30 +37,13 @@ from heads.frozen.identity import locate
 from heads.frozen.loading import Target, load_target
 from heads.metadata import read_metadata
 from heads.modules.output_head import DraftHead
-from scripts.bench.harness import last_prompts, run_module, write_results
+from scripts.bench.harness import held_out_rows, requests_of, run_module, write_results
+from scripts.bench.serve_engines import ENGINES, Counts, Engine, Job, count_rounds
 
 log = logging.getLogger("draftsmith")
 
 AGREES, DISAGREES = "agrees", "disagrees"
 TAU_TOLERANCE = 0.02  # the engine's tau over ours, on the prompts that got the same tokens, may be so far from 1
-TIMEOUT_SECONDS = 1800.0  # for one run of an engine
-QUIET = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
-QUIET |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Engine:
-    form: str  # what an export for it is called (`draftsmith export --to`)
-    needs: str = "bin/python"  # a file of its environment without which it is not installed
-    cuts: bool = False  # it drafts no further than an answer goes
-    whole_head: tuple[str, ...] = ()  # kinds of draft for which it takes the target's whole output head
-
-
-ENGINES = {
-    "vllm": Engine(form="vllm", whole_head=("mtp",)),
-    "llama_cpp": Engine(form="gguf", needs="bin/llama-server", cuts=True, whole_head=("dflash",)),
-    "openvino": Engine(form="openvino"),
-}
 
 
 class ServeCase(Settings):
@@ -101,16 +80,6 @@ class ServeBenchConfig(Settings):
     output: str = "docs/results/serve.json"
 
 
-class Counts(NamedTuple):
-    rounds: int
-    accepted: int
-
-
-class Answer(NamedTuple):
-    tokens: tuple[int, ...]
-    counts: Counts
-
-
 def check_engines(config: ServeBenchConfig) -> int:
     for engine in {case.engine for case in config.cases}:
         if not (needed := Path(config.environments) / engine / ENGINES[engine].needs).exists():
@@ -128,7 +97,7 @@ class Bench:
     def __init__(self, config: ServeBenchConfig, scratch: Path) -> None:
         torch.set_num_threads(config.threads)
         self.config, self.scratch = config, scratch
-        self.requests = last_prompts(config.prompts, config.num_prompts)
+        self.requests = requests_of(held_out_rows(config.prompts, config.num_prompts))
         self.target = load_target(config.target)
         check_decodable(self.target, self.requests)
         self.folder = locate(config.target).resolve()
@@ -144,11 +113,20 @@ class Bench:
         out, drafts = self.scratch / f"case_{number}" / "draft", source.num_speculative_tokens  # vLLM reads this path's words
         out.parent.mkdir()
         export(source, engine.form, out)
-        serve = (out / SERVE_FILE).read_text(encoding="utf-8")
-        version, answers = self.run(
-            case.engine, f"{number}", {"draft": str(out), "serve": serve, "num_speculative_tokens": drafts}
+        prompts = [(request.tokens, len(plain.tokens)) for request, plain in zip(self.requests, self.plain, strict=True)]
+        job = Job(
+            target=self.folder,
+            dtype=self.config.target.dtype,
+            draft=out,
+            serve=(out / SERVE_FILE).read_text(encoding="utf-8"),
+            num_speculative_tokens=drafts,
+            prompts=prompts,
+            threads=self.config.threads,
+            environment=(Path(self.config.environments) / case.engine).absolute(),
+            folder=self.scratch,
         )
-        ours = count_ours(self.target, self.requests, self.plain, artifact, drafts, engine, whole=kind in engine.whole_head)
+        version, answers = engine.run(job)
+        ours = count_ours(self.target, job, artifact, engine, kind)
         served = [
             replace(plain, mode="engine", tokens=answer.tokens[: len(plain.tokens)])
             for plain, answer in zip(self.plain, answers, strict=True)
@@ -177,83 +155,21 @@ class Bench:
         found |= {"tau_ratio": ratio, "same_tokens": sum(same) / len(same), "near_ties": len(same) - sum(same) - wrong}
         return found | {"same_counts": share, "verdict": AGREES if inside and equal and not wrong else DISAGREES}
 
-    def run(self, engine: str, name: str, draft: dict[str, Any]) -> tuple[str, list[Answer]]:
-        """Run an engine's driver on the prompts in its own environment; return its version and answers."""
-        folder, place = self.scratch / f"{name}_in_{engine}", (Path(self.config.environments) / engine).absolute()
-        folder.mkdir()
-        lengths = [len(answer.tokens) for answer in self.plain]
-        prompts = [
-            {"tokens": list(request.tokens), "length": length} for request, length in zip(self.requests, lengths, strict=True)
-        ]
-        job: dict[str, Any] = {
-            "target": str(self.folder),
-            "dtype": self.config.target.dtype,
-            "prompts": prompts,
-            "folder": str(folder),
-        }
-        job |= {"threads": self.config.threads, "environment": str(place)}
-        job |= draft
-        write_json(folder / "job.json", job)
-        python = place / "bin" / "python" if (place / "bin" / "python").exists() else Path(sys.executable)
-        driver = Path(__file__).with_name("serve_drivers.py")
-        with (folder / "log").open("wb") as written:
-            done = subprocess.run(
-                [str(python), str(driver), engine, str(folder / "job.json"), str(folder / "answers.json")],
-                cwd=folder,
-                env={**os.environ, **QUIET, "OMP_NUM_THREADS": str(self.config.threads)},
-                stdout=written,
-                stderr=subprocess.STDOUT,
-                timeout=TIMEOUT_SECONDS,
-                check=False,
-            )
-        if done.returncode:
-            raise RuntimeError(f"{engine} ended with code {done.returncode}:\n{(folder / 'log').read_text()[-3000:]}")
-        found = read_json(folder / "answers.json", f"answers of {engine}")
-        return found["version"], [answer_of(*each) for each in zip(found["answers"], lengths, strict=True)]
 
-
-def answer_of(found: dict[str, Any], length: int) -> Answer:
-    by_round = found.get("accepted_by_round")
-    counts = Counts(found["rounds"], found["accepted"]) if by_round is None else count_rounds(by_round, length)
-    return Answer(tuple(found["tokens"]), counts)
-
-
-def count_ours(
-    target: Target,
-    requests: Sequence[Request],
-    plain: Sequence[Generation],
-    artifact: Path,
-    drafts: int,
-    engine: Engine,
-    *,
-    whole: bool,
-) -> list[Counts]:
+def count_ours(target: Target, job: Job, artifact: Path, engine: Engine, kind: str) -> list[Counts]:
     """Decode every prompt with an artifact's drafts, as far as the engine drafts and by the output head it takes."""
     endless = replace(target, eos_token_ids=())
     proposer: Any = load_draft(str(artifact), target.identity, target.model).proposer
-    if whole:
+    if kind in engine.whole_head:
         proposer.module.lm_head = DraftHead(target.model, None, trainable=False)
-    counts = []
-    for request, answer in zip(requests, plain, strict=True):
+    counts, drafts = [], job.num_speculative_tokens
+    for tokens, length in job.prompts:
         # With room beyond the answer's end no round is cut short; where one is, rounds without drafts do not count.
-        length = len(answer.tokens)
         config = DecodeConfig(num_speculative_tokens=drafts, max_new_tokens=length + (0 if engine.cuts else drafts))
-        (own,), _ = decode(endless, [request], config, proposer)
+        (own,), _ = decode(endless, [Request(prompt_id="", category="", tokens=tuple(tokens))], config, proposer)
         accepted = [each.num_accepted for each in own.rounds if each.drafted or not engine.cuts]
         counts.append(Counts(len(accepted), sum(accepted)) if engine.cuts else count_rounds(accepted, length))
     return counts
-
-
-def count_rounds(accepted: Iterable[int], length: int) -> Counts:
-    """Count the rounds that an answer of `length` takes, the last one whole, by the drafts accepted in each in order."""
-    tokens, rounds, total = 1, 0, 0
-    for number in accepted:
-        if tokens >= length:
-            break
-        tokens, rounds, total = tokens + number + 1, rounds + 1, total + number
-    if tokens < length:
-        raise ValueError(f"the rounds bring {tokens} tokens, and the answer has {length}")
-    return Counts(rounds, total)
 
 
 def tau_of(counts: Sequence[Counts]) -> float:

@@ -26,8 +26,7 @@ from configs.runtime.command import DONE, run_command
 from configs.runtime.errors import InputError
 from configs.runtime.files import CHECKOUT, read_json, read_text, write_text
 from configs.schema.base import Settings
-from scripts.bench.harness import RESULTS, write_results
-from scripts.bench.heads import by_suite, figures
+from scripts.bench.harness import RESULTS, by_suite, figures, write_results
 
 TABLE = re.compile(r"<!-- table: ([\w-]+)( \{[^\n]*\})? -->\n.*?(?=<!-- end -->)", re.DOTALL)
 BOUNDS = ("_low", "_high")
@@ -62,7 +61,7 @@ def record_demo(path: Path) -> None:
     report, rows = read_json(path, "report"), []
     for suite, section in by_suite(report).items():
         named = {"draft": report["draft"]["kind"], "suite": suite, "prompts": section["prompts"]["num_prompts"]}
-        own = figures(section["acceptance"], section["speed"] or {})
+        own = figures(section["acceptance"], section["speed"])
         del own["alpha_by_position"]
         free = {name: each["decode_speedup"] or 0 for name, each in section["baselines"].items() if name != "autoregressive"}
         fastest = max(free, key=lambda name: free[name], default=None)

@@ -13,36 +13,24 @@ from tests.support.evaluations import report_in, tiny_evaluation
 
 pytestmark = pytest.mark.device
 
-WAYS = {
-    "greedy": {},
-    "drawn": {"temperature": 1.0, "top_p": 0.9},
-    "tree": {"temperature": 1.0, "tree": {"kind": "static", "branching": [2, 2]}},
-}
+WAYS = {"greedy": {}, "drawn tree": {"temperature": 1.0, "top_p": 0.9, "tree": {"kind": "static", "branching": [2, 2]}}}
 
 
-@pytest.fixture
-def evaluated(tiny_run, tmp_path):
-    """A function that evaluates the tiny run on a device, by name; returns its report and what was decoded, by mode."""
-
-    def run(device, way, **others):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        target = TargetConfig(name=str(tiny_run / "target"), dtype="float32", device=device)
-        lossless = LosslessConfig(first_token_samples=0)
-        config = tiny_evaluation(
-            tiny_run, tmp_path / device / way, num_prompts=4, decode=WAYS[way], target=target, lossless=lossless, **others
-        )
-        evaluate(config)
-        records = read_records(Path(config.output) / RECORDS)
-        decoded = {(each.mode, each.prompt_id): each.tokens for each in records.generations}
-        return report_in(config), decoded
-
-    yield run
+def evaluated(tiny_run, folder, device, way):
+    """Evaluate the tiny run on a device, by name; return the report and what was decoded, by mode and prompt."""
     AcceleratorState._reset_state(reset_partial_state=True)
+    target = TargetConfig(name=str(tiny_run / "target"), dtype="float32", device=device)
+    lossless = LosslessConfig(first_token_samples=0)
+    config = tiny_evaluation(tiny_run, folder, num_prompts=4, decode=WAYS[way], target=target, lossless=lossless)
+    evaluate(config)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    records = read_records(Path(config.output) / RECORDS)
+    return report_in(config), {(each.mode, each.prompt_id): each.tokens for each in records.generations}
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_report_says_of_the_device_what_it_says_of_the_cpu(mock, evaluated, way):
-    (here, expected), (there, decoded) = (evaluated(device, way) for device in ("cpu", "auto"))
+def test_a_report_says_of_the_device_what_it_says_of_the_cpu(mock, tiny_run, way, tmp_path):
+    (here, expected), (there, decoded) = (evaluated(tiny_run, tmp_path / name, name, way) for name in ("cpu", "auto"))
     assert there.hardware["device"] == str(mock)
     assert decoded == expected
     assert there.acceptance.tokens_per_target_step == here.acceptance.tokens_per_target_step
