@@ -120,7 +120,8 @@ def evaluate_ways(config: DecodeBenchConfig, folder: Path) -> dict[str, dict[str
     suite = folder / "suite.jsonl"
     rows = held_out_rows(config.held_out, config.num_prompts)
     suite.write_text("".join(row.to_line() for row in rows), encoding="utf-8")
-    shared = {"target": config.target.model_dump(mode="json") | {"forward": "lean"}, "draft": config.draft}
+    target = config.target.model_dump(mode="json") | {"forward": "lean"}
+    shared: dict[str, Any] = {"target": target, "draft": config.draft}
     shared |= {"suite": {"name": "home", "path": str(suite)}, "repeats": config.repeats, "quality": {"perplexity": True}}
     # Sampling rules are enumerated in the tests, and their samples are not tested here.
     shared |= {"lookup_answers": config.past_answers, "lossless": {"first_token_samples": 0}}

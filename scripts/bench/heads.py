@@ -52,11 +52,9 @@ class HeadsBenchConfig(Settings):
     num_prompts: PositiveInt = 48  # held-out ones, the last of the file: the first chose the checkpoints
     suites: list[SuiteConfig] = [SuiteConfig(name="house", num_prompts=48)]  # decoded as well
     temperature: Temperature = 0.0
-    tree: list[PositiveInt] = []  # the branching of a static tree that each head also drafts; []: none does
     baselines: list[FreeDraft] = ["prompt_lookup", "suffix_lookup"]  # measured beside the first head
     max_new_tokens: PositiveInt = 64
     batch_size: PositiveInt = 1  # of decoding; tokens per target step do not depend on it
-    repeats: PositiveInt = 1  # timed runs of every prompt
     output: str = "docs/results/heads.json"
 
 
@@ -83,13 +81,10 @@ def compare_heads(config: HeadsBenchConfig) -> int:
     for run in list_runs(config, recipes):
         if not (run.folder / "outcome.json").is_file():
             run_config("train.heads", run.folder, run.config.model_dump(mode="json"))
-        for branching in [[], config.tree] if config.tree else [[]]:
-            suffix = ", tree" if branching else ""
-            folder = run.folder.with_name(f"{run.name}-eval{suffix[1:].replace(' ', '-')}-t{config.temperature:g}")
-            if not (folder / "report.json").is_file():
-                evaluate(folder, evaluation_of(config, run, suites, branching, baselines=config.baselines if not rows else []))
-            report = read_json(folder / "report.json", "report")
-            rows += list(rows_of(run, report, suffix))
+        folder = run.folder.with_name(f"{run.name}-eval-t{config.temperature:g}")
+        if not (folder / "report.json").is_file():
+            evaluate(folder, evaluation_of(config, run, suites, baselines=config.baselines if not rows else []))
+        rows += list(rows_of(run, read_json(folder / "report.json", "report")))
     wrong = [row for row in rows if row["lossless"] == "not_lossless"]
     rows = curve_of(rows) if config.points else sorted(rows, key=lambda row: row["recipe"] is None)
     write_results(config.output, "curve" if config.points else "heads", rows=rows, ratios={}, config=config)
@@ -135,28 +130,21 @@ def write_suites(config: HeadsBenchConfig, recipe: HeadsConfig) -> list[dict[str
 
 
 def evaluation_of(
-    config: HeadsBenchConfig,
-    run: Run,
-    suites: Sequence[dict[str, Any]],
-    branching: list[int],
-    *,
-    baselines: list[FreeDraft],
+    config: HeadsBenchConfig, run: Run, suites: Sequence[dict[str, Any]], *, baselines: list[FreeDraft]
 ) -> dict[str, Any]:
     decode = {"max_new_tokens": config.max_new_tokens, "batch_size": config.batch_size, "temperature": config.temperature}
-    drafts = run.config.num_speculative_tokens
-    tree = {"tree": {"kind": "static", "branching": branching}} if branching else {}
     return {
         "target": run.config.target.model_dump(mode="json"),
         "draft": str(run.folder / "artifact"),
         "suites": list(suites),
-        "decode": decode | tree | {"num_speculative_tokens": max(drafts, len(branching))},
-        "repeats": config.repeats,
+        "decode": decode | {"num_speculative_tokens": run.config.num_speculative_tokens},
+        "repeats": 1,
         "baselines": baselines,
         "lookup_answers": run.config.data.train,
     }
 
 
-def rows_of(run: Run, report: Mapping[str, Any], suffix: str) -> Iterator[dict[str, Any]]:
+def rows_of(run: Run, report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield a row for each suite and each way that was measured on it."""
     outcome = read_json(run.folder / "outcome.json", "outcome of a training")
     cost = {"answer_tokens": run.dataset.num_labels, "epochs": run.config.schedule.epochs, "labels": outcome["labels"]}
@@ -165,9 +153,9 @@ def rows_of(run: Run, report: Mapping[str, Any], suffix: str) -> Iterator[dict[s
     kind = report["draft"]["kind"]
     for suite, section in by_suite(report).items():
         names = {"suite": suite, "prompts": section["prompts"]["num_prompts"]}
-        yield {"family": kind, "recipe": run.name + suffix, **names, **figures(section["acceptance"], section["speed"]), **cost}
+        yield {"family": kind, "recipe": run.name, **names, **figures(section["acceptance"], section["speed"]), **cost}
         for name, each in free_ways(section, kind).items():
-            recipe = run.name + suffix if kind in name else None
+            recipe = run.name if kind in name else None
             yield {"family": name, "recipe": recipe, **names, **figures(each, each), **dict.fromkeys(cost), "lossless": None}
 
 

@@ -38,7 +38,7 @@ from heads.frozen.loading import Target, load_target
 from heads.metadata import read_metadata
 from heads.modules.output_head import DraftHead
 from scripts.bench.harness import held_out_rows, requests_of, run_module, write_results
-from scripts.bench.serve_engines import ENGINES, Counts, Engine, Job, count_rounds
+from scripts.bench.serve_engines import ENGINES, THREADS, Counts, Engine, Job, count_rounds
 
 log = logging.getLogger("draftsmith")
 
@@ -51,7 +51,6 @@ class ServeCase(Settings):
 
     draft: str  # the artifact of a trained draft, or a recipe of `train/heads.py`, by which one is trained where it is not
     engine: Literal["vllm", "llama_cpp", "openvino"]
-    num_speculative_tokens: PositiveInt | None = None  # None: what the artifact says, of DFlash a whole block
     # How many of the prompts that got the same tokens must have taken the same rounds and accepted drafts too. Below 1 because
     # drafts that are nearly tied fall either way; a draft that is exported wrong changes the counts of almost every prompt.
     same_counts_share: Share = 0.6
@@ -75,7 +74,6 @@ class ServeBenchConfig(Settings):
     prompts: str = "runs/heads/data/held_out.jsonl"  # conversations; the last of the file, which chose no checkpoint
     num_prompts: PositiveInt = Field(default=12, ge=2)  # an interval over prompts needs two
     max_new_tokens: PositiveInt = 64
-    threads: PositiveInt = 1  # of each engine; two busy OpenMP programs on the same cores slow each other down greatly
     environments: str = ".cache/venvs"  # where the engines' own environments are
     output: str = "docs/results/serve.json"
 
@@ -95,7 +93,7 @@ class Bench:
     """The target, prompts and plain answers that all cases share."""
 
     def __init__(self, config: ServeBenchConfig, scratch: Path) -> None:
-        torch.set_num_threads(config.threads)
+        torch.set_num_threads(THREADS)
         self.config, self.scratch = config, scratch
         self.requests = requests_of(held_out_rows(config.prompts, config.num_prompts))
         self.target = load_target(config.target)
@@ -109,7 +107,7 @@ class Bench:
         engine, artifact = ENGINES[case.engine], case.trained()
         kind = read_metadata(artifact).kind
         dtype, place = self.target.model.dtype, TargetFolder(self.folder, str(self.folder))
-        source = read_source(artifact, place, num_speculative_tokens=case.num_speculative_tokens, dtype=dtype)
+        source = read_source(artifact, place, dtype=dtype)
         out, drafts = self.scratch / f"case_{number}" / "draft", source.num_speculative_tokens  # vLLM reads this path's words
         out.parent.mkdir()
         export(source, engine.form, out)
@@ -121,7 +119,6 @@ class Bench:
             serve=(out / SERVE_FILE).read_text(encoding="utf-8"),
             num_speculative_tokens=drafts,
             prompts=prompts,
-            threads=self.config.threads,
             environment=(Path(self.config.environments) / case.engine).absolute(),
             folder=self.scratch,
         )

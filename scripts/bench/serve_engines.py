@@ -19,6 +19,7 @@ from scripts.check.vllm_check import read_line
 from scripts.check.vllm_server import Vllm, open_vllm, serving, settled_counters
 
 START_SECONDS, ANSWER_SECONDS = 300.0, 600.0
+THREADS = 1  # of each engine; two busy OpenMP programs on the same cores slow each other down greatly
 LLAMA_COUNTER = re.compile(r"^llamacpp:spec_decode_num_(drafts|accepted_tokens)_total (\S+)$", re.MULTILINE)
 
 
@@ -42,7 +43,6 @@ class Job:
     serve: str  # the text of its serve.txt
     num_speculative_tokens: int
     prompts: Sequence[tuple[Sequence[int], int]]  # tokens, and how many the answer has; no end-of-text ends it
-    threads: int
     environment: Path  # the engine's own
     folder: Path  # where the target is kept in the engine's form; logs and files of this draft lie beside the export
 
@@ -79,7 +79,7 @@ def run_vllm(job: Job) -> tuple[str, list[Answer]]:
     engine, line = open_vllm(job.environment / "bin" / "vllm"), read_line(job.serve)
     # Else a server takes settings of drawing from the target's folder, and reads of a prompt only what is new.
     options = [*line.options, "--dtype", job.dtype, "--generation-config", "vllm", "--no-enable-prefix-caching"]
-    variables = {**line.variables, "OMP_NUM_THREADS": str(job.threads)}
+    variables = {**line.variables, "OMP_NUM_THREADS": str(THREADS)}
     asked = {"model": line.options[0], "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     with serving(engine, options, _log(job), seconds=START_SECONDS, variables=variables) as url:
         before, answers = settled_counters(url), []
@@ -103,7 +103,7 @@ def run_llama_cpp(job: Job) -> tuple[str, list[Answer]]:
     line = next(line for line in job.serve.splitlines() if line.startswith("llama-server "))
     options = [str(target) if word == "target.gguf" else word for word in shlex.split(line)[1:]]
     options += ["--ctx-size", str(job.longest + 64), "--parallel", "1", "--metrics"]
-    options += ["--threads", str(job.threads), "--threads-batch", str(job.threads)]
+    options += ["--threads", str(THREADS), "--threads-batch", str(THREADS)]
     for cache in ("cache-type", "spec-draft-type"):
         options += [f"--{cache}-k", kind, f"--{cache}-v", kind]
     said = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
@@ -134,11 +134,11 @@ def run_openvino(job: Job) -> tuple[str, list[Answer]]:
         convert = ["export", "openvino", "--model", str(job.target), "--task", "text-generation-with-past"]
         subprocess.run([str(program / "optimum-cli"), *convert, "--weight-format", weights, str(target)], check=True)
     files = [job.draft.with_name(name) for name in ("job.json", "answers.json")]
-    given: dict[str, Any] = {"target": str(target), "draft": str(job.draft), "threads": job.threads}
+    given: dict[str, Any] = {"target": str(target), "draft": str(job.draft), "threads": THREADS}
     given |= {"precision": {"float32": "f32", "float16": "f16"}[job.dtype], "prompts": job.prompts}
     write_json(files[0], given | {"num_speculative_tokens": job.num_speculative_tokens})
     driver = Path(__file__).with_name("serve_openvino.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": str(job.threads)}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(THREADS)}
     subprocess.run([str(program / "python"), str(driver), *map(str, files)], env=environment, check=True)
     found = read_json(files[1], "answers of OpenVINO")
     lengths = [length for _, length in job.prompts]

@@ -4,7 +4,6 @@ Whatever stands between `<!-- table: NAME -->` and `<!-- end -->` is replaced by
 docs/results/NAME.json, so that no figure is ever copied by hand. A part of a file is shown by a YAML mapping behind the name,
 such as `<!-- table: heads {rows: {suite: [home]}, columns: [family, tau]} -->`:
 
-    ratios   the ratios to show; without it, and with a mapping, none
     rows     the rows to show, by the values that they may have in some columns
     columns  of these; without it, all
 
@@ -42,7 +41,6 @@ class TablesConfig(Settings):
 class Part(Settings):
     """What of a results file a table shows."""
 
-    ratios: list[str] = []
     rows: dict[str, list[Any]] = {}  # by the values that they may have in some columns
     columns: list[str] | None = None  # of these rows; None: all
 
@@ -85,10 +83,8 @@ def _content(results: Path, name: str, given: str | None) -> str:
     content = read_json(results / f"{name}.json", "benchmark results")
     rows, ratios, summary = content["rows"], content["ratios"], content.get("summary")
     if given is not None:
-        part = Part.model_validate(yaml.safe_load(given))
-        rows, summary, shown = _chosen(rows, part), None, {each + end for each in part.ratios for end in ("", *BOUNDS)}
-        ratios = {key: value for key, value in ratios.items() if key in shown}
-        if not rows and not ratios:
+        rows, summary = _chosen(rows, Part.model_validate(yaml.safe_load(given))), None
+        if not rows:
             raise InputError(f"table {name!r}: {name}.json has nothing of {given.strip()}")
     named = [ratio for ratio in ratios if not ratio.endswith(BOUNDS)]
     cells = [(ratio, _cell(ratios[ratio]), _bounds(ratios, ratio)) for ratio in named]
@@ -108,8 +104,6 @@ def _origin(content: Mapping[str, Any]) -> str:
 
 
 def _chosen(rows: Sequence[Mapping[str, Any]], part: Part) -> list[dict[str, Any]]:
-    if not part.rows and part.columns is None:
-        return []
     chosen = [dict(row) for row in rows if all(row.get(name, NOT_AVAILABLE) in values for name, values in part.rows.items())]
     if part.columns is None:
         return chosen
