@@ -131,6 +131,7 @@ class HeadLoss:
             to this one; among them
         joint_agrees_K: those where every depth up to this one agrees,
         reached_K: those where every depth before this one agrees.
+        accepted_P: int64, how many depths in a row agree, at the flat place b * T + j of each of those origins; 0 elsewhere.
     """
 
     loss: Tensor
@@ -141,6 +142,7 @@ class HeadLoss:
     origins_K: Tensor
     joint_agrees_K: Tensor
     reached_K: Tensor
+    accepted_P: Tensor
 
 
 class HeadObjective(_Objective):
@@ -264,4 +266,5 @@ def _sums(batch: Batch, depths: list[Depth], loss: Tensor, statistics: list[RowS
         origins_K=alive_KP.float().sum(1),
         joint_agrees_K=joint_KP.float().sum(1),
         reached_K=reached_KP.float().sum(1),
+        accepted_P=joint_KP.sum(0),
     )

@@ -13,7 +13,7 @@ from configs.runtime.terminal import PROGRESS_FILE, STAGE
 from scripts.watch.reading import find_run, read_run
 from tests.support.training_runs import distil, distill_config, read_evaluations, read_metrics
 from train.launch import make_accelerator
-from train.loop.telemetry import METRICS_FILE, SHARE, STEP_PARTS, MetricsFile, flat_config
+from train.loop.telemetry import METRICS_FILE, SHARE, STEP_PARTS, MetricsFile, explain_gap, flat_config
 from train.tasks.draft import DraftTask
 
 PLAIN = {"max_steps": 6, "eval_every_steps": None, "checkpoint_every_steps": None}
@@ -74,6 +74,14 @@ def test_a_line_that_a_killed_process_left_half_written_is_dropped(tmp_path, who
     MetricsFile(tmp_path, done_steps=5, evaluated_steps=5).add(2, 1.0, {"loss": 2.0})
     seconds = 3.0 if whole else 1.0
     assert read_metrics(tmp_path / METRICS_FILE) == [*whole, {"step": 2, "seconds": seconds, "loss": 2.0}]
+
+
+@pytest.mark.parametrize(
+    ("decoded", "predicted", "is_gap"), [(1.81, 2.0, False), (1.79, 2.0, True), (1.0, 1.0, False), (1.2, None, False)]
+)
+def test_a_gap_is_less_than_four_fifths_of_the_promised_gain(decoded, predicted, is_gap):
+    metrics = {"tokens_per_target_step": decoded} | ({} if predicted is None else {"predicted_tau": predicted})
+    assert (explain_gap(metrics) is not None) == is_gap
 
 
 # --- trackers -----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from configs.runtime.files import write_json
 from configs.runtime.run_record import HELD_OUT, SAMPLES_FILE
 from heads.modules.interface import Batch
 from train.loop.checkpoints import writing
-from train.loop.telemetry import SHARE, STEP_PARTS, MetricsFile
+from train.loop.telemetry import SHARE, STEP_PARTS, MetricsFile, explain_gap
 
 if TYPE_CHECKING:
     from train.loop.loop import Training
@@ -102,14 +102,16 @@ class Milestones:
         last = self.progress.step == self.training.num_steps
         if self._is_due(self.schedule.eval_every_steps):
             with self.clock("evaluation"), self.training.engine.full_weights(self.training.module) as unwrapped:
-                self._evaluate(unwrapped)
+                metrics = self._evaluate(unwrapped)
+            if last and (gap := explain_gap(metrics)) is not None:
+                log.warning(gap)
         self.progress.evaluation_pending = False
         if self._is_due(self.schedule.checkpoint_every_steps):
             with self.clock("checkpoint"):
                 self.training.checkpoints.save(wait=last)
 
-    def _evaluate(self, unwrapped: nn.Module) -> None:
-        """Evaluate the module with full weights, and keep it if it is the best so far."""
+    def _evaluate(self, unwrapped: nn.Module) -> dict[str, float]:
+        """Evaluate the module with full weights, and keep it if it is the best so far; return the metrics."""
         metrics, progress = self.task.evaluate(unwrapped), self.progress
         named = {HELD_OUT + name: value for name, value in metrics.items()}
         self.accelerator.log(named, step=progress.step)
@@ -124,6 +126,7 @@ class Milestones:
                 with self.clock("checkpoint"), writing(self.output / "artifact"):
                     self.task.save(unwrapped, progress, metrics)
         self.accelerator.wait_for_everyone()
+        return metrics
 
 
 def check_finite(training: Training, losses: list[Tensor], norm: Tensor | float | None, batches: list[Batch]) -> None:

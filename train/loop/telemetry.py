@@ -40,6 +40,7 @@ ASIDE = ("evaluation", "checkpoint")
 MOST_MARKS = 10_000  # borders kept before they are turned into seconds
 Moment = float | torch.Event
 SHARE = "time_share_"
+MIN_SHARE = 0.8  # of the predicted tokens beyond one a target step that decoding should yield
 TRACKERS_FOLDER = "trackers"  # below the run's folder
 
 
@@ -223,6 +224,18 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def _is_evaluation(row: Mapping[str, Any]) -> bool:
     return any(name.startswith(HELD_OUT) for name in row)
+
+
+def explain_gap(metrics: Mapping[str, float]) -> str | None:
+    """Return a warning where decoding yields much less than agreement predicts, else None."""
+    predicted, decoded = metrics.get("predicted_tau"), metrics["tokens_per_target_step"]
+    if predicted is None or decoded >= 1 + MIN_SHARE * (predicted - 1):
+        return None
+    return (
+        f"held-out prompts were decoded at {decoded:.3f} tokens per target step, while agreement on the held-out answers "
+        f"predicts {predicted:.3f}: either the head does not draft from what it was trained on (a wrong hidden state, off by "
+        "one, another concat order), or the answers in data.held_out are not the target's greedy ones"
+    )
 
 
 def check_trackers(schedule: ScheduleConfig) -> None:

@@ -120,8 +120,9 @@ class HeadTask:
         return SignalSource(self.target, self.taps).read(batch).states
 
     def evaluate(self, module: nn.Module) -> dict[str, float]:
-        """Decode held-out prompts with the head as it stands."""
-        return self.held_out.score(self.proposer(module))
+        """Decode held-out prompts with the head, and predict the result from its agreement with the answers."""
+        assert isinstance(module, HeadObjective)
+        return self.held_out.score(self.proposer(module)) | self.held_out.predict(module, self.states)
 
     def proposer(self, module: nn.Module) -> Proposer:
         return self.family.propose(serve(self.copy_of(module), self.target.model), self.target.device)

@@ -197,6 +197,7 @@ def test_chains_are_followed_from_the_origins_that_drafting_starts_from(target, 
     found = HeadObjective(head, target, LossConfig(chunk_size=4))(BATCH, states)
     kept = [set(keep(depth, labelled_origins(BATCH, depth)).tolist()) for depth in range(NUM_DEPTHS)]
     origins, agreed, reached = ([0.0] * NUM_DEPTHS for _ in range(3))
+    accepted = [0] * 24
     for row, places in enumerate(LABELS):
         for place in (row * 12 + label - 1 for label in places):  # the pending token is an answer's
             agrees = True
@@ -208,10 +209,13 @@ def test_chains_are_followed_from_the_origins_that_drafting_starts_from(target, 
                 reached[depth] += agrees
                 agrees = agrees and agrees_here
                 agreed[depth] += agrees
+                accepted[place] += agrees
     assert found.origins_K.tolist() == origins
     assert found.joint_agrees_K.tolist() == agreed
     assert found.reached_K.tolist() == reached
+    assert found.accepted_P.tolist() == accepted
     assert 0 < agreed[2] < agreed[0]
+    assert max(accepted) == 3
 
 
 def test_a_head_that_all_depths_share_has_one_gradient_until_the_backward(target, states):
