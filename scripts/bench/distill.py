@@ -57,28 +57,22 @@ IGNORED = -100  # TRL's label of a position that is not trained
 Step = Callable[[Batch], object]  # an optimiser step, done when it returns
 
 
-class LossBenchConfig(Settings):
-    """Forward KL, forward and backward, over random hidden states and frozen heads."""
-
-    vocab_size: PositiveInt = 151_936  # rows of both heads
-    width: PositiveInt = 576  # of both sides' hidden states
-    chunk_size: PositiveInt = 128  # positions whose logits live at one time in our loss
-    positions: PositiveInt = 4096  # the unchunked loss takes 36 bytes a position and token: 21 GiB
-    repeats: PositiveInt = 3  # processes by side, each for one pass
-
-
 class DistillBenchConfig(Settings):
     """`python -m scripts.bench.distill`: the loss's memory and time, and training beside TRL."""
 
     draft: str = "runs/heads/draft_lm/artifact"  # a distilled draft LM; its target, data and recipe are what is measured
-    loss: LossBenchConfig = LossBenchConfig()
+    vocab_size: PositiveInt = 151_936  # of the loss: rows of both heads
+    width: PositiveInt = 576  # of both sides' hidden states
+    chunk_size: PositiveInt = 128  # positions whose logits live at one time in our loss
+    positions: PositiveInt = 4096  # the unchunked loss takes 36 bytes a position and token: 21 GiB
+    repeats: PositiveInt = 3  # processes by side, each for one pass
     num_batches: PositiveInt = 12  # timed optimiser steps by side
     batch_size: PositiveInt = 4  # conversations a step
     output: str = "docs/results/distill.json"
 
 
 def compare_distillation(config: DistillBenchConfig) -> int:
-    rows, ratios, agrees = measure_losses(config.loss)
+    rows, ratios, agrees = measure_losses(config)
     with TemporaryDirectory(prefix="bench-distill-") as scratch:
         steps, speed = compare_training(config, Path(scratch))
     threads = torch.get_num_threads()
@@ -208,7 +202,7 @@ def trl_steps(recipe: DistillConfig, target: Target, scratch: Path) -> Step:
 # --- the loss -----------------------------------------------------------------------------------------------------------
 
 
-def measure_losses(config: LossBenchConfig) -> tuple[list[dict[str, Any]], dict[str, Interval], bool]:
+def measure_losses(config: DistillBenchConfig) -> tuple[list[dict[str, Any]], dict[str, Interval], bool]:
     """Return rows, the ratios of our memory and time over the plain loss's, and whether both have the same value."""
     sides = {name: partial(measure_pass, config, name) for name in (OURS, UNCHUNKED)}
     turns = take_turns(sides, range(config.repeats), 1, description="losses")
@@ -224,13 +218,13 @@ def measure_losses(config: LossBenchConfig) -> tuple[list[dict[str, Any]], dict[
     return rows, ratios, math.isclose(passes[OURS][0][2], passes[UNCHUNKED][0][2], rel_tol=1e-3)
 
 
-def measure_pass(config: LossBenchConfig, name: str, number: int, repeat: int) -> tuple[float, float, float]:
+def measure_pass(config: DistillBenchConfig, name: str, number: int, repeat: int) -> tuple[float, float, float]:
     """Run `forward_backward` in a new process, which inherits neither memory nor a peak from this one."""
     with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
         return pool.submit(forward_backward, config, name).result()
 
 
-def forward_backward(config: LossBenchConfig, name: str) -> tuple[float, float, float]:
+def forward_backward(config: DistillBenchConfig, name: str) -> tuple[float, float, float]:
     """Return what one pass takes: growth of the resident set over the loaded inputs in MiB, seconds, and the loss."""
     loss_of: Callable[..., Tensor] = partial(chunked_kl, chunk_size=config.chunk_size) if name == OURS else unchunked_kl
     loss_of(*make_inputs(2, config.width, 16)).backward()  # what libraries take at their first use is not the loss's

@@ -60,7 +60,7 @@ def measure_device(config: GpuBenchConfig) -> int:
     rows += [{"what": f"training: {name}", "value": last[name]} for name in names]
     slow, paces = [], dict[str, float]()
     shared = {"draft": str(folder / "head" / "artifact"), "suite": {"path": config.prompts, "num_prompts": 16}}
-    shared["decode"] = {"max_new_tokens": config.max_new_tokens}
+    shared |= {"decode": {"max_new_tokens": config.max_new_tokens}, "baselines": []}
     for forward in ("transformers", "lean"):
         speed = evaluate(folder / forward, shared | {"target": target | {"forward": forward}})["speed"]
         paces[forward] = speed["milliseconds_per_token_autoregressive"]

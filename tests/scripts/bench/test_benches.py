@@ -134,7 +134,7 @@ def test_distill_and_the_loss(recipe, monkeypatch, tmp_path):
     monkeypatch.setattr(distill, "measure_pass", lambda config, name, *_: distill.forward_backward(config, name))
     run_distillation(DistillConfig.model_validate(recipe | {"student": {"layers": [0]}, "output": str(tmp_path / "run")}))
     settings = {"draft": str(tmp_path / "run" / "artifact"), "num_batches": 2}
-    settings |= {"loss": {"vocab_size": 512, "width": 16, "positions": 64, "chunk_size": 16, "repeats": 2}}
+    settings |= {"vocab_size": 512, "width": 16, "positions": 64, "chunk_size": 16, "repeats": 2}
     settings["output"] = str(tmp_path / "distill.json")
     results = results_of(distill.compare_distillation, distill.DistillBenchConfig, settings)
     assert {"loss_peak_memory_vs_unchunked", "loss_time_vs_unchunked"} <= results["ratios"].keys()
@@ -193,6 +193,7 @@ def test_modalities_draws_trains_and_decodes_both_ways(in_process, tmp_path):
 def test_a_commit_compared_with_itself_is_equal_and_a_changed_loss_is_a_difference(monkeypatch, tmp_path):
     monkeypatch.setattr(compare_commits, "DRAFTS", {"medusa": compare_commits.DRAFTS["medusa"]})
     monkeypatch.setattr(compare_commits, "DECODINGS", {"medusa": {"greedy": {}}})
+    monkeypatch.setattr("eval.evaluation.render_html", lambda report: "")
     compare_commits.make_target(tmp_path / "target", width=16)
     compare_commits.do_work(CHECKOUT, tmp_path / "run")
     found = compare_commits.results(tmp_path / "run")
