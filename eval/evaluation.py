@@ -192,8 +192,7 @@ def _time_sweep(config: EvalConfig, loaded: Loaded, report: Report, speed: Speed
     conditional = report.acceptance.position_conditional
     if cost is not None and any(conditional):
         sweep = sweep_rounds(target, loaded.draft.proposer, loaded.turns.first, config.decode, cost)
-        drafts, batch = config.decode.num_speculative_tokens, config.decode.batch_size
-        speed.predicted = predict_speed(sweep, conditional, drafts=drafts, batch=batch) if sweep else None
+        speed.predicted = predict_speed(sweep, conditional, batch=config.decode.batch_size) if sweep else None
     if cost is not None and speed.predicted is None:
         log.warning("the draft proposed nothing, or nothing of it was accepted: there is no prediction of its speed")
 

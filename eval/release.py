@@ -20,10 +20,9 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from configs.runtime.errors import InputError
-from configs.runtime.terminal import one_line
 from configs.schema.evaluation import RELATIVE, GateConfig, GateRule
 from configs.schema.target import IDENTITY
-from eval.report.comparison import Difference, differences, prompt_differences, speed_change, tau_change
+from eval.report.comparison import differences, prompt_differences, speed_change, tau_change
 from eval.report.schema import PromptsSection, Report, SuiteSection
 from eval.report.tables import Table, as_markdown_table, as_text, code, escape
 from eval.report.text import (
@@ -70,7 +69,8 @@ def read_artifact(folders: Sequence[str | Path]) -> Artifact:
 
 def judge(report: Report, config: GateConfig, baseline: Report | None = None, artifact: Artifact | None = None) -> GateVerdict:
     """Apply the checks that always hold, then every rule."""
-    allowed = [] if baseline is None else _check_baseline(report, baseline, config)
+    if baseline is not None:
+        _check_baseline(report, baseline, config)
     findings = [_judge_lossless(report, config), _judge_prompts(report, config)]
     for name, suite in report.suites.items():
         asked = f"all {suite.prompts.num_asked} asked for"
@@ -87,12 +87,11 @@ def judge(report: Report, config: GateConfig, baseline: Report | None = None, ar
     for name in config.must_beat:
         for suite_name, section in (by_suite(report) or {"": report}).items():
             findings += _judge_against_untrained(section, name, f" on {suite_name}" if suite_name else "")
-    notes = [f"the baseline report differs in {difference}, which the gate allows" for difference in allowed]
-    return GateVerdict(findings=tuple(findings), notes=tuple(notes))
+    return GateVerdict(findings=tuple(findings))
 
 
-def _check_baseline(report: Report, baseline: Report, config: GateConfig) -> list[Difference]:
-    """Return the differences to the baseline report that the gate allows and that touch its rules."""
+def _check_baseline(report: Report, baseline: Report, config: GateConfig) -> None:
+    """Refuse a baseline report that is incomplete, or differs in what touches the gate's rules."""
     relative = [rule for rule in config.rules if rule.relative_to_baseline]
     # A suite that one of the two lacks is refused with its rule.
     named = {rule.suite for rule in relative} & report.suites.keys() & baseline.suites.keys()
@@ -105,13 +104,10 @@ def _check_baseline(report: Report, baseline: Report, config: GateConfig) -> lis
     of_a_machine = any(rule.metric.startswith("speed.") for rule in relative)
     found = [each for each in differences(report, baseline) if each.aspect != "machine" or of_a_machine]
     found += [each for pair in further for each in prompt_differences(*pair)]
-    refused = [each for each in found if each.aspect not in config.baseline_may_differ_in]
-    if refused:
+    if found:
         raise InputError(
-            f"the baseline report cannot be compared with, it differs in {'; '.join(map(str, refused))}: measure both alike, "
-            "or name num_speculative_tokens, decode or machine in baseline_may_differ_in (target and prompts may not differ)"
+            f"the baseline report cannot be compared with, it differs in {'; '.join(map(str, found))}: measure both alike"
         )
-    return found
 
 
 # --- checks that always hold ----------------------------------------------------------------------------------------
@@ -313,7 +309,6 @@ class GateVerdict:
     """All findings. Any failure fails the gate, else anything inconclusive makes it inconclusive."""
 
     findings: tuple[Finding, ...]
-    notes: tuple[str, ...] = ()  # differences to the baseline report that the gate allowed
 
     @property
     def outcome(self) -> GateOutcome:
@@ -324,7 +319,7 @@ class GateVerdict:
 
 def as_values(verdict: GateVerdict) -> dict[str, Any]:
     """Return the verdict as plain JSON values."""
-    return {"outcome": verdict.outcome, "findings": [asdict(each) for each in verdict.findings], "notes": list(verdict.notes)}
+    return {"outcome": verdict.outcome, "findings": [asdict(each) for each in verdict.findings]}
 
 
 def findings_table(findings: Iterable[Finding]) -> Table:
@@ -334,8 +329,7 @@ def findings_table(findings: Iterable[Finding]) -> Table:
 
 def as_table(verdict: GateVerdict) -> str:
     """Return the verdict for a terminal: a line a check, the outcome last."""
-    notes = [f"note: {one_line(note)}" for note in verdict.notes]
-    return "\n".join([as_text(findings_table(verdict.findings)), *notes, "", f"gate: {verdict.outcome}"])
+    return f"{as_text(findings_table(verdict.findings))}\n\ngate: {verdict.outcome}"
 
 
 def as_markdown(verdict: GateVerdict, report: Report) -> str:
@@ -345,7 +339,6 @@ def as_markdown(verdict: GateVerdict, report: Report) -> str:
         escape(headline(report)),
         *(f"> **Warning:** {escape(warning)}" for warning in warnings(report)),
         as_markdown_table(findings_table(verdict.findings), numbers=False),
-        *(f"Note: {escape(note)}." for note in verdict.notes),
         f"Target {code(report.target.name)} ({escape(short(report.target.weights_sha256))}), {escape(settings(report))}.",
     ]
     return "\n\n".join(blocks) + "\n"

@@ -58,51 +58,30 @@ def sweep_rounds(
     return sweep
 
 
-class Prediction:
-    """Decode speedups by number of drafts and batch, from a sweep and the share accepted at each position."""
-
-    def __init__(self, sweep: Sequence[TimedRound], conditional: Sequence[float | None]) -> None:
-        shares = [share for share in conditional if share is not None]
-        self.sweep, self.longest = sweep, max(each.num_speculative_tokens for each in sweep)
-        # The chance to keep at least so many; a position that was not measured takes the last one's share.
-        self.reached_G = np.cumprod([*shares, *shares[-1:] * self.longest][: self.longest])
-
-    def speedup(self, drafts: int, batch: int) -> float:
-        """Return plain decoding's seconds a token over those with as many drafts a round; both were timed around `batch`."""
-        tokens = 1 + float(self.reached_G[:drafts].sum())
-        return tokens * self._seconds(0, batch) / self._seconds(drafts, batch)
-
-    def best(self, batch: int) -> int | None:
-        """Return the fastest number of drafts; None where plain decoding is faster."""
-        drafts = max(range(1, self.longest + 1), key=lambda each: self.speedup(each, batch))
-        return drafts if self.speedup(drafts, batch) > 1 else None
-
-    def batches(self, own: int) -> list[int]:
-        """Return batch sizes within those timed: these, the powers of two, and the run's own."""
-        timed = {each.batch_size for each in self.sweep}
-        powers = {2**power for power in range(max(timed).bit_length())}
-        return sorted(each for each in timed | powers | {own} if min(timed) <= each <= max(timed))
-
-    def _seconds(self, drafts: int, batch: int) -> float:
-        rounds = sorted((each.batch_size, each.seconds) for each in self.sweep if each.num_speculative_tokens == drafts)
-        return float(np.interp(math.log(batch), [math.log(size) for size, _ in rounds], [seconds for _, seconds in rounds]))
-
-
-def predict_speed(
-    sweep: Sequence[TimedRound], conditional: Sequence[float | None], *, drafts: int, batch: int
-) -> PredictedSection:
-    """Return what a sweep, in which something was drafted, says of this run's own drafts and batch, and of others."""
-    prediction = Prediction(sweep, conditional)
-    batches, numbers = prediction.batches(batch), range(1, prediction.longest + 1)
-    paying = [size for size in batches if prediction.best(size) is not None]
+def predict_speed(sweep: Sequence[TimedRound], conditional: Sequence[float | None], *, batch: int) -> PredictedSection:
+    """Return decode speedups by number of drafts and batch, from a sweep in which something was drafted and the share accepted
+    at each position. The batches lie within those timed: these, the powers of two, and the run's own, `batch`.
+    """
+    shares = [share for share in conditional if share is not None]
+    longest, timed = max(each.num_speculative_tokens for each in sweep), {each.batch_size for each in sweep}
+    # The chance to keep at least so many; a position that was not measured takes the last one's share.
+    reached_G = np.cumprod([*shares, *shares[-1:] * longest][:longest])
+    powers = {2**power for power in range(max(timed).bit_length())}
     return PredictedSection(
         settings=[
-            PredictedSpeedup(num_speculative_tokens=each, batch_size=size, decode_speedup=prediction.speedup(each, size))
-            for size in batches
-            for each in numbers
+            PredictedSpeedup(
+                num_speculative_tokens=drafts,
+                batch_size=size,
+                decode_speedup=(1 + float(reached_G[:drafts].sum())) * _seconds(sweep, 0, size) / _seconds(sweep, drafts, size),
+            )
+            for size in sorted(each for each in timed | powers | {batch} if min(timed) <= each <= max(timed))
+            for drafts in range(1, longest + 1)
         ],
-        decode_speedup=prediction.speedup(drafts, batch) if drafts in numbers and batch in batches else None,
-        best_num_speculative_tokens=prediction.best(batch) if batch in batches else None,
-        break_even_batch_size=max(paying, default=0),
         sweep=list(sweep),
     )
+
+
+def _seconds(sweep: Sequence[TimedRound], drafts: int, batch: int) -> float:
+    """Return the seconds of a round, on a line over the logarithm of the batch between those timed."""
+    rounds = sorted((math.log(each.batch_size), each.seconds) for each in sweep if each.num_speculative_tokens == drafts)
+    return float(np.interp(math.log(batch), [size for size, _ in rounds], [seconds for _, seconds in rounds]))

@@ -244,5 +244,3 @@ class GateConfig(Settings):
     allow_unknown_training: bool = False  # the draft may be one that does not say on which prompts it was trained
     suite_sha256: str | None = None  # what the report's prompts must hash to (its prompts.sha256)
     allow_target_mismatch: bool = False  # the draft may have been made for other weights than those it was measured with
-    # What a baseline report may have been made with otherwise. Target and prompts are never in question.
-    baseline_may_differ_in: list[Literal["num_speculative_tokens", "decode", "machine"]] = []

@@ -108,9 +108,7 @@ class Writer:
         )
 
     def _has_ended(self, request: Request) -> bool:
-        if request.tokens[-1] in self.frame.end_ids or request.tokens[-1] in self.target.eos_token_ids:
-            return True
-        return not self.frame.end_ids and self.frame.end_text in self.target.tokenizer.decode(request.written)
+        return request.tokens[-1] in self.frame.end_ids or request.tokens[-1] in self.target.eos_token_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +116,7 @@ class UserFrame:
     """What the chat template puts around a user's text."""
 
     prefix_ids: tuple[int, ...]
-    end_ids: frozenset[int]  # the token that ends the turn; empty where the template ends it with plain text
-    end_text: str
+    end_ids: frozenset[int]  # the special token that ends the turn
 
 
 def find_user_frame(target: Target, max_prompt_tokens: int) -> UserFrame:
@@ -130,28 +127,24 @@ def find_user_frame(target: Target, max_prompt_tokens: int) -> UserFrame:
     prefix, found, suffix = rendered.partition(SENTINEL)
     # A trailing space would become a token of its own, which ordinary text does not continue.
     prefix, end_text = prefix.rstrip(" "), suffix.strip()
-    if not found or SENTINEL in suffix or not prefix or not end_text:
-        raise InputError(f"prompts.source: the chat template of target {name} does not frame a user's text; give a file")
-    prefix_ids = tuple(tokenizer(prefix, add_special_tokens=False)["input_ids"])
     suffix_ids = tokenizer(end_text, add_special_tokens=False)["input_ids"]
+    end_ids = frozenset(suffix_ids[:1]) & {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    if not found or SENTINEL in suffix or not prefix or not end_ids:
+        framed = f"the chat template of target {name} puts no text before a user's, or no special token after it"
+        raise InputError(f"prompts.source: {framed}; give a file")
+    prefix_ids = tuple(tokenizer(prefix, add_special_tokens=False)["input_ids"])
     if len(prefix_ids) + max_prompt_tokens > target.max_positions:
         around = f"after the chat template's {len(prefix_ids)}"
         raise InputError(f"prompts.max_prompt_tokens: {max_prompt_tokens} {around} do not fit {target.max_positions} positions")
-    end_ids = frozenset(suffix_ids[:1]) & {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    return UserFrame(prefix_ids=prefix_ids, end_ids=end_ids, end_text=end_text)
+    return UserFrame(prefix_ids=prefix_ids, end_ids=end_ids)
 
 
 def read_turn(target: Target, frame: UserFrame, ids: Sequence[int]) -> str | None:
     """Return the text of a turn, None where it is unusable: it did not end, holds special tokens, or fills the context."""
-    content = list(ids[:-1] if frame.end_ids else ids)
-    text = str(target.tokenizer.decode(content))
-    proper = ids[-1] in frame.end_ids
-    if not frame.end_ids:
-        text, end, _ = text.partition(frame.end_text)
-        proper = bool(end)
+    content = list(ids[:-1])
     # `all_special_ids` has only the tokens that the tokenizer's config names.
     added = {token for token, added in target.tokenizer.added_tokens_decoder.items() if added.special}
-    if not proper or set(content) & {*target.tokenizer.all_special_ids, *added}:
+    if ids[-1] not in frame.end_ids or set(content) & {*target.tokenizer.all_special_ids, *added}:
         return None
-    text = text.strip()
+    text = str(target.tokenizer.decode(content)).strip()
     return text if len(target.encode_chat([{"role": "user", "content": text}])) < target.max_positions else None

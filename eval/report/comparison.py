@@ -22,11 +22,10 @@ from eval.report.tables import Table, as_markdown_table, escape
 from eval.report.text import VERDICTS, interval, number, short, speedup, tau, warnings
 from eval.stats import Column, Floats, Interval, statistic_interval
 
-Aspect = Literal["target", "suite", "num_speculative_tokens", "decode", "machine"]
+Aspect = Literal["target", "suite", "decode", "machine"]
 MACHINE = ("cpu", "cores", "device", "threads", "processes")
 FIXED: tuple[Aspect, ...] = ("target", "suite")  # in which reports must agree for their numbers to be compared
 SOFTWARE = ("torch", "transformers")  # whose versions decide the seconds too
-GAMMA: Literal["num_speculative_tokens"] = "num_speculative_tokens"
 OF_SUFFIX_LOOKUP = ("lookup_expects", "lookup_answer_tokens")  # which is measured beside the draft
 
 
@@ -59,8 +58,7 @@ def differences(report: Report, other: Report) -> list[Difference]:
     pairs: list[tuple[Aspect, str, Any, Any]] = []
     here, there = (each.decode.model_dump(exclude_unset=True) for each in (report, other))
     greedy = here["temperature"] == there["temperature"] == 0  # every rule is the same one then
-    ignored = {"seed", "warmup_prompts", GAMMA, *OF_SUFFIX_LOOKUP, *(["verification"] if greedy else [])}
-    pairs.append((GAMMA, GAMMA, here[GAMMA], there[GAMMA]))
+    ignored = {"seed", "warmup_prompts", *OF_SUFFIX_LOOKUP, *(["verification"] if greedy else [])}
     keys = [key for key in dict.fromkeys([*here, *there]) if key not in ignored]
     pairs += [("decode", f"decode.{key}", here.get(key), there.get(key)) for key in keys]
     pairs += [("machine", f"hardware {key}", report.hardware.get(key), other.hardware.get(key)) for key in MACHINE]

@@ -235,10 +235,6 @@ class TimedRound(ClosedSection):
 
 class PredictedSection(ClosedSection):
     settings: list[PredictedSpeedup]
-    decode_speedup: Number  # of this run's own setting, to compare with the measured one; None: it lies outside the sweep
-    best_num_speculative_tokens: Count | None  # at this run's batch size; None: plain decoding is faster, or as above
-    # The largest batch of the sweep at which any number of drafts still pays: 0 where none does
-    break_even_batch_size: Count
     sweep: list[TimedRound]
 
 

@@ -144,12 +144,7 @@ def _predicted(predicted: PredictedSection) -> Table:
     header = ("batch size", *(f"{each} draft{'s' * (each > 1)}" for each in drafts))
     rows = [(str(batch), *(speedups[batch, each] for each in drafts)) for batch in batches]
     timed = ", ".join(map(str, sorted({each.batch_size for each in predicted.sweep})))
-    best, largest = predicted.best_num_speculative_tokens, predicted.break_even_batch_size
-    note = (
-        f"For this run {times(predicted.decode_speedup)}, and fastest with {best or 'no'} drafts a round. Timed were batches "
-        f"of {timed}; drafting pays {f'up to {largest}' if largest else 'at none'} of these."
-    )
-    return Table(title="Predicted decode speedup", header=header, rows=rows, note=note)
+    return Table(title="Predicted decode speedup", header=header, rows=rows, note=f"Timed were batches of {timed}.")
 
 
 def _categories(report: Report) -> Table:

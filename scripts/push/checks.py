@@ -53,7 +53,7 @@ def _stored_verdict(report_path: Path) -> tuple[GateVerdict, Mapping[str, Any]]:
     record = read_json(path, "the gate's verdict")
     try:
         judged, findings, rules = record["report_sha256"], record["findings"], record["config"]
-        verdict = GateVerdict(findings=tuple(Finding(**each) for each in findings), notes=tuple(record.get("notes", ())))
+        verdict = GateVerdict(findings=tuple(Finding(**each) for each in findings))
     except (KeyError, TypeError) as error:
         raise InputError(f"{path} is no verdict of the gate ({error}); run draftsmith gate again") from error
     if judged != sha256_of(report_path):

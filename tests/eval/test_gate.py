@@ -13,6 +13,7 @@ from configs.runtime.loading import load_config
 from configs.schema.evaluation import GateConfig, GateRule
 from eval.gate import add_arguments, main
 from eval.release import Artifact, judge
+from eval.report.comparison import compare
 from eval.report.schema import write_report
 from tests.support.reports import changed
 
@@ -123,26 +124,27 @@ def test_a_further_suite_of_other_prompts_is_refused_for_rules_relative_to_it_on
     assert judged_against(ours, where, value).outcome == "pass"
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "aspect", "what"),
-    [
-        ("decode.num_speculative_tokens", 5, "num_speculative_tokens", "speculative_tokens"),
-        ("decode.batch_size", 8, "decode", "decode.batch_size"),
-    ],
-)
-def test_another_way_of_decoding_may_be_allowed_and_is_then_noted(report, path, value, aspect, what):
-    verdict = judged_against(report, path, value, baseline_may_differ_in=[aspect])
-    (note,) = verdict.notes
-    assert (verdict.outcome, what in note) == ("pass", True)
+def test_rules_are_about_the_first_suite_unless_they_name_another(report):
+    other = {field: report.to_dict()[field] for field in SUITE}
+    both = changed(report, {"suites": {"abroad": other}, "suites.abroad.acceptance": {"tokens_per_target_step": 9.0}})
+    for suite, path, value in ((None, "", report.acceptance.tokens_per_target_step), ("abroad", "suites.abroad.", 9.0)):
+        rules = [GateRule(metric=TAU, suite=suite, min=1, bound="point")]
+        findings = {each.check: each.value for each in judge(both, GateConfig(rules=rules)).findings}
+        assert findings[f"{path}{TAU}"] == value
+    with pytest.raises(InputError, match=r"no suite 'mars' \(it has: house64, abroad\)"):
+        outcome(both, TAU, suite="mars", min=1)
+    _, found = compare([("a", both), ("b", both)])
+    assert found.tau_by_suite["abroad"].ratio.bounds == [1.0, 1.0]
 
 
-def test_another_machine_is_a_reason_for_speeds_and_none_for_counts(report):
+def test_another_machine_is_a_reason_for_speeds_and_none_for_counts_and_another_way_of_decoding_for_both(report):
     elsewhere = {"cpu": "another machine", "cores": 64}
     speed = [GateRule(metric=SPEEDUP, min=0.5, relative_to_baseline=True)]
     assert judged_against(report, "hardware", elsewhere).outcome == "pass"
     with pytest.raises(InputError, match=r"hardware cpu \(a test machine here, another machine there\)"):
         judged_against(report, "hardware", elsewhere, rules=speed)
-    assert judged_against(report, "hardware", elsewhere, rules=speed, baseline_may_differ_in=["machine"]).outcome == "pass"
+    with pytest.raises(InputError, match=r"differs in decode\.batch_size"):
+        judged_against(report, "decode.batch_size", 8)
 
 
 # --- every category, and what is free -----------------------------------------------------------------------------

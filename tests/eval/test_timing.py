@@ -9,7 +9,7 @@ from configs.schema.evaluation import CostConfig
 from eval import timing
 from eval.decoder.decode import Request
 from eval.report.schema import TimedRound
-from eval.timing import Prediction, predict_speed, sweep_rounds
+from eval.timing import predict_speed, sweep_rounds
 from heads.proposers.draft_lm import DraftLM
 
 SWEEP = CostConfig(num_speculative_tokens=5, batch_sizes=[1, 3], repeats=2)
@@ -58,23 +58,12 @@ TIMED = [
 ]
 
 
-@pytest.mark.parametrize("batch", [1, 4, 16])
-def test_a_speedup_is_tokens_a_round_by_what_a_round_takes(batch):
+def test_a_speedup_is_tokens_a_round_by_what_a_round_takes_at_batches_within_those_timed():
     """Between 1 and 16 rows on a straight line over the logarithm, of which 4 is the middle."""
-    rows = 8.5 if batch == 4 else batch
-    for drafts, tokens in ((1, 1.8), (2, 2.2), (3, 2.4)):  # the third position takes the second's share
-        expected = tokens * seconds(0, rows) / seconds(drafts, rows)
-        assert Prediction(TIMED, CONDITIONAL).speedup(drafts, batch) == pytest.approx(expected)
-
-
-def test_what_pays_is_found_among_the_batches_that_were_timed_and_those_between():
-    found = predict_speed(TIMED, CONDITIONAL, drafts=2, batch=5)
-    batches = [1, 2, 4, 5, 8, 16]
-    of = {(each.num_speculative_tokens, each.batch_size): each.decode_speedup for each in found.settings}
-    assert sorted(of) == [(drafts, batch) for drafts in (1, 2, 3) for batch in batches]
-    assert found.decode_speedup == of[2, 5]
-    assert found.best_num_speculative_tokens == max((1, 2, 3), key=lambda drafts: of[drafts, 5])
-    paying = [batch for batch in batches if max(of[drafts, batch] for drafts in (1, 2, 3)) > 1]
-    assert 1 <= found.break_even_batch_size == max(paying)
-    beyond = predict_speed(TIMED, [0.01], drafts=2, batch=32)
-    assert (beyond.decode_speedup, beyond.best_num_speculative_tokens, beyond.break_even_batch_size) == (None, None, 0)
+    found = predict_speed(TIMED, CONDITIONAL, batch=5).settings
+    of = {(each.num_speculative_tokens, each.batch_size): each.decode_speedup for each in found}
+    assert list(of) == [(drafts, batch) for batch in (1, 2, 4, 5, 8, 16) for drafts in (1, 2, 3)]
+    for batch, rows in ((1, 1), (4, 8.5), (16, 16)):
+        for drafts, tokens in ((1, 1.8), (2, 2.2), (3, 2.4)):  # the third position takes the second's share
+            assert of[drafts, batch] == pytest.approx(tokens * seconds(0, rows) / seconds(drafts, rows))
+    assert max(each.batch_size for each in predict_speed(TIMED, [0.01], batch=32).settings) == 16

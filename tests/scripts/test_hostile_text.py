@@ -82,7 +82,7 @@ def judged(request, measured):
     found = Finding(check=text, outcome="fail", value=text, required=text, reason=text)
     stages, gate = (Stage(name=text, state="failed"),), {"outcome": "fail", "findings": [asdict(found)]}
     run = replace(read_run(measured / "evaluation"), target=text, report=report, stages=stages, gate=gate)
-    return text, report, GateVerdict(findings=(found,), notes=(text,)), run
+    return text, report, GateVerdict(findings=(found,)), run
 
 
 def test_markdown_gains_no_markup(judged):

@@ -59,7 +59,7 @@ def cache(job, tmp_path, data_file, target):
 # --- what it says -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*((name, "float32") for name in sorted(checks.CONFIGS)), ("llama", "bfloat16")])
+@pytest.mark.parametrize(("name", "dtype"), [("gemma3", "float32"), ("llama", "bfloat16")])
 def test_states_are_those_read_online_to_the_bit(name, dtype, job, tmp_path, data_file, conversations, as_target):
     target = as_target(checks.tiny_target(name))
     run(job(target=target, dtype=dtype, batch_size=1))  # one by one: the shape of a forward decides the last bits

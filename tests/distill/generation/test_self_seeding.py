@@ -30,24 +30,19 @@ def with_template(byte_target):
     return make
 
 
-@pytest.mark.parametrize(
-    ("template", "prefix", "end_text", "has_end_token"),
-    [
-        (LLAMA_2, "[INST]", "[/INST]", False),
-        (WITH_SYSTEM, "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n", "<|im_end|>", True),
-    ],
-)
-def test_templates_are_taken_apart_around_the_users_text(with_template, template, prefix, end_text, has_end_token):
-    target = with_template(template)
+def test_a_template_is_taken_apart_around_the_users_text(with_template):
+    target = with_template(WITH_SYSTEM)
     frame = find_user_frame(target, 10)
+    prefix = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n"
     assert target.tokenizer.decode(list(frame.prefix_ids)) == prefix
-    assert frame.end_text == end_text
-    assert frame.end_ids == ({target.tokenizer.eos_token_id} if has_end_token else set())
+    assert frame.end_ids == {target.tokenizer.eos_token_id}
     with pytest.raises(InputError, match=r"prompts\.max_prompt_tokens"):
         find_user_frame(target, 160)
 
 
-@pytest.mark.parametrize("template", ["fixed text", "{{ messages[0]['content'] | upper }}", "{{ messages[0]['content'] }}"])
+@pytest.mark.parametrize(
+    "template", ["fixed text", "{{ messages[0]['content'] | upper }}", "{{ messages[0]['content'] }}", LLAMA_2]
+)
 def test_a_template_that_does_not_frame_the_text_is_refused(with_template, template):
     with pytest.raises(InputError, match="chat template"):
         find_user_frame(with_template(template), 10)
@@ -65,18 +60,6 @@ def test_a_turn_may_end_by_a_token_that_the_tokenizers_config_does_not_name_as_s
     hello = target.tokenizer("Hello", add_special_tokens=False)["input_ids"]
     assert read_turn(target, frame, [*hello, end]) == "Hello"
     assert read_turn(target, frame, [*hello, user, end]) is None
-
-
-def test_a_template_that_ends_a_turn_with_plain_text_works_too(with_template, monkeypatch):
-    target = with_template(LLAMA_2)
-    script = target.tokenizer("What is it? [/INST]", add_special_tokens=False)["input_ids"]
-    start = len(find_user_frame(target, 100).prefix_ids)
-    monkeypatch.setattr(
-        "distill.generation.continuation.TargetSource.draw",
-        lambda self, slots, rng: [[script[len(each.tokens) - start]] for each in slots],
-    )
-    prompts, _ = self_seed(target, CONFIG.model_copy(update={"num_prompts": 1}), batch_size=1, seed=0)
-    assert prompts[0].turns == ("What is it?",)
 
 
 def test_as_many_distinct_prompts_as_asked_for_by_seed_and_number_alone(byte_target):

@@ -2,7 +2,6 @@
 
 import pytest
 
-from heads.families.eagle3 import Eagle3Layer
 from tests.support.launches import count_round, tiny_target
 
 # Launches by family: of a greedy round and of a drawn one. More need a reason.
@@ -25,11 +24,3 @@ MOST = {
 def test_a_round_starts_no_more_kernels_than_before(kind, tmp_path):
     counted = [count_round(kind, tiny_target(tmp_path), temperature) for temperature in (0.0, 1.0)]
     assert [each.by_place for each, most in zip(counted, MOST[kind], strict=True) if each.total > most] == []
-
-
-def test_an_operation_that_is_added_is_counted_once_a_draft_and_named_by_its_place(tmp_path, monkeypatch):
-    target, forward = tiny_target(tmp_path), Eagle3Layer.forward
-    before = count_round("eagle3", target, 0.0).by_place
-    monkeypatch.setattr(Eagle3Layer, "forward", lambda self, *args: forward(self, *args) + 0)
-    added = count_round("eagle3", target, 0.0).by_place - before
-    assert added.total() == 5

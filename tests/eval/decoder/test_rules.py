@@ -1,4 +1,4 @@
-"""Every rule is lossless on chains, siblings and trees, by exact enumeration; each planted bug is caught; identities hold."""
+"""Every rule is lossless on chains, siblings and trees, by exact enumeration; identities hold."""
 
 import itertools
 import math
@@ -9,19 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import eval.decoder.rules
 from configs.schema.decoding import ConfidenceStopping, DecodeConfig
 from eval.decoder.rules import (
     CANDIDATE_RULES,
-    CandidateChoice,
-    children_of,
     k_seq_rho,
     match_tree,
     verify_block,
     verify_greedy,
     verify_tokens,
     verify_tree,
-    without_replacement,
 )
 from heads.proposers.builders import ChainBuilder
 from heads.proposers.protocol import RoundInputs
@@ -111,29 +107,6 @@ def test_sample_and_match_follows_the_targets_distribution_for_any_deterministic
         next_V = torch.nn.functional.one_hot(found.next_token_B[0], 3).tolist()
         outcomes.append((probability, draft[: int(found.num_accepted_B)], next_V))
     assert compare(toy, outcomes).total_variation < 1e-12
-
-
-# --- planted bugs -------------------------------------------------------------------------------------------------
-
-
-def the_residual_forgets_all_but_the_last_rejection(p_BV, q_BV, *others):
-    return CandidateChoice(without_replacement(p_BV, q_BV, *others).accepted_B, (p_BV - q_BV).clamp(min=0))
-
-
-def one_uniform_for_all_candidates(p_BV, q_BV, tokens_BC, num_candidates_B, accept_BC):
-    return without_replacement(p_BV, q_BV, tokens_BC, num_candidates_B, accept_BC[:, :1].expand_as(accept_BC))
-
-
-@pytest.mark.parametrize("mutant", [the_residual_forgets_all_but_the_last_rejection, one_uniform_for_all_candidates])
-def test_enumeration_catches_a_planted_bug_at_one_position(mutant):
-    toys = [random_toy(seed, num_drafts=1) for seed in range(2)]
-    found = [enumerate_tree(partial(verify_tree, rule=mutant), toy, [-1, 0, 0], distinct) for toy in toys]
-    assert max(outcome.total_variation for outcome in found) > 1e-3
-
-
-def test_enumeration_catches_children_in_another_order_than_they_were_drawn_in(monkeypatch):
-    monkeypatch.setattr(eval.decoder.rules, "children_of", lambda parents_BN, width: children_of(parents_BN, width).flip(2))
-    assert enumerate_tree(verify_tree, random_toy(0, num_drafts=1), [-1, 0, 0], distinct).total_variation > 1e-3
 
 
 # --- how much is accepted -----------------------------------------------------------------------------------------

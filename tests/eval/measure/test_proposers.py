@@ -9,7 +9,7 @@ import torch
 from pydantic import ValidationError
 
 from configs.runtime.errors import InputError
-from configs.schema.decoding import ConfidenceStopping, DecodeConfig, StaticTree
+from configs.schema.decoding import ConfidenceStopping, DecodeConfig, StaticTree, TypicalAcceptance
 from configs.schema.evaluation import EvalConfig, GateConfig
 from distill.dataset.conversations import Conversation
 from distill.generation.prompts import Prompt
@@ -167,13 +167,18 @@ def test_answers_to_prompts_of_the_suites_are_not_known(target, tmp_path, monkey
         known_answers(config, suite, target.identity)
 
 
-def test_baselines_draft_whole_chains_whatever_is_asked_of_the_draft(target, config):
-    asked = config.decode.model_copy(update={"tree": StaticTree(kind="static", branching=[2, 1])})
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tree", StaticTree(kind="static", branching=[2, 1])),
+        ("stopping", ConfidenceStopping(rule="confidence", threshold=1.0)),
+        ("lossy", TypicalAcceptance(kind="typical")),
+    ],
+)
+def test_baselines_draft_whole_chains_without_loss_whatever_is_asked_of_the_draft(target, config, name, value):
+    asked = config.decode.model_copy(update={name: value})
     measurement = Measurement(target, config.model_copy(update={"decode": asked}), make_baselines(config, target))
-    assert all(measurement.settings[name].tree is None for name in NAMES)
-    stopped = config.decode.model_copy(update={"stopping": ConfidenceStopping(rule="confidence", threshold=1.0)})
-    measurement = Measurement(target, config.model_copy(update={"decode": stopped}), make_baselines(config, target))
-    assert all(measurement.settings[name].stopping is None for name in NAMES)
+    assert all(getattr(measurement.settings[each], name) is None for each in NAMES)
 
 
 def test_what_is_timed_is_not_looked_at_and_lookups_draft_their_own_number_of_tokens(

@@ -11,14 +11,12 @@ from pydantic import ValidationError
 from configs.runtime.errors import InputError
 from configs.runtime.files import CHECKOUT
 from configs.schema.decoding import DecodeConfig
-from configs.schema.evaluation import EvalConfig, GateConfig, GateRule, SuiteConfig
+from configs.schema.evaluation import EvalConfig, SuiteConfig
 from distill.generation.prompts import Prompt
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Generation
 from eval.evaluation import evaluate
 from eval.measure.record_files import read_records
 from eval.measure.suite import Turns, load_suite
-from eval.release import judge
-from eval.report.comparison import compare
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.lookup import PromptLookup
 from tests.support.evaluations import measure, report_in, tiny_evaluation, write_suite
@@ -207,28 +205,6 @@ def test_each_suite_has_the_numbers_that_it_has_alone(two_suites, tmp_path):
         assert section.baselines.keys() == expected.baselines.keys()
         assert len(section.speed.per_batch) == len(expected.speed.per_batch)  # no batch holds prompts of both
     assert report.lossless.checked_prompts == 5 + 4
-
-
-def test_rules_are_about_the_first_suite_unless_they_name_another(two_suites):
-    evaluate(two_suites)
-    report = report_in(two_suites)
-    taus = {"home": report, "abroad": report.suites["abroad"]}
-
-    def value(**rule):
-        rules = [GateRule(metric="acceptance.tokens_per_target_step", min=1.0, bound="point", **rule)]
-        findings = {each.check: each for each in judge(report, GateConfig(rules=rules)).findings}
-        assert findings["prompts of abroad"].outcome == "pass"
-        return next(each for name, each in findings.items() if name.endswith("tokens_per_target_step")).value
-
-    assert value() == value(suite="home") == taus["home"].acceptance.tokens_per_target_step
-    assert value(suite="abroad") == taus["abroad"].acceptance.tokens_per_target_step
-    with pytest.raises(InputError, match=r"no suite 'mars' \(it has: home, abroad\)"):
-        value(suite="mars")
-    rule = GateRule(metric="acceptance.tokens_per_target_step", min=1.0, relative_to_baseline=True, suite="abroad")
-    finding = judge(report, GateConfig(rules=[rule]), report).findings[-1]
-    assert (finding.value, finding.low, finding.high) == (1.0, 1.0, 1.0)  # paired: the worst case would be wider
-    _, other = compare([("a", report), ("b", report)])
-    assert other.tau_by_suite["abroad"].ratio.bounds == [1.0, 1.0]
 
 
 def test_without_a_suite_the_first_of_several_stands_in_its_place_and_names_must_differ():
