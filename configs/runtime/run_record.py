@@ -31,7 +31,6 @@ logger = logging.getLogger("draftsmith")
 
 METRICS_FILE = "metrics.jsonl"  # of a training: a line for each log line and each evaluation
 HELD_OUT = "held_out/"  # before the names of an evaluation's metrics there
-SAMPLES_FILE = "samples.json"  # of a training: some answers of the last evaluation
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "torchmetrics", "draftsmith")
 MIB = 2**20
 RECORD = "run.json"

@@ -5,11 +5,10 @@ What a head is made of is in `configs.schema.heads`.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from configs.runtime.loading import read_values
 from configs.schema.base import (
@@ -100,16 +99,11 @@ class DivergenceSettings(Settings):
     kl_tv_blend: BlendSettings = BlendSettings()
 
 
-def _default_divergence(loss: dict[str, Any]) -> DivergenceName | None:
-    return None if loss.get("mix") is not None else "forward_kl"
-
-
 class LossConfig(Settings):
     """The divergence between the target's and the draft's distribution of the next token: a single one, or a mix."""
 
-    mix: dict[str, NonNegativeFloat] | None = None  # weight by name, used as given, e.g. {forward_kl: 1.0, cross_entropy: 0.1}
-    # between the target's and the draft's distribution; null with mix
-    divergence: DivergenceName | None = Field(default_factory=_default_divergence)
+    # between the target's and the draft's distribution: a name, or weights by name, e.g. {forward_kl: 1.0, cross_entropy: 0.1}
+    divergence: dict[DivergenceName, NonNegativeFloat] = {"forward_kl": 1.0}
     settings: DivergenceSettings = DivergenceSettings()
     temperature: PositiveFloat = 1.0  # divides both sides' logits; cross-entropy stays at 1
     chunk_size: PositiveInt | None = None  # positions whose logits live at one time; null: 128, on a GPU 2,048
@@ -118,20 +112,18 @@ class LossConfig(Settings):
     compiled: bool | None = None
 
     def objections(self) -> Iterator[str]:
-        known = get_args(DivergenceName)
-        for name in (self.mix or {}).keys() - known:
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-            yield f"mix has the unknown divergence {name!r}; the nearest known one is {nearest!r}"
-        if self.mix is not None and not any(self.mix.values()):
-            yield f"at least one weight of mix must be above 0, got {self.mix}"
-        if (self.divergence is None) == (self.mix is None):
-            yield "give divergence or mix, and null for the other one"
+        if not self.weights:
+            yield f"at least one weight of divergence must be above 0, got {self.divergence}"
 
     @property
     def weights(self) -> dict[str, float]:
         """The weight of each divergence in use."""
-        single = {} if self.divergence is None else {str(self.divergence): 1.0}
-        return single if self.mix is None else {name: weight for name, weight in self.mix.items() if weight}
+        return {str(name): weight for name, weight in self.divergence.items() if weight}
+
+    @field_validator("divergence", mode="before")
+    @classmethod
+    def _a_single_one_is_named_by_text(cls, value: Any) -> Any:
+        return {value: 1.0} if isinstance(value, str) else value
 
 
 class OptimizerConfig(Settings):

@@ -91,11 +91,6 @@ class Round:
         """How many drafts the target verified."""
         return len(self.drafted) if self.num_nodes is None else self.num_nodes
 
-    @property
-    def was_cut(self) -> bool:
-        """Whether an accepted token ended the text, so that what was drafted behind it was never judged."""
-        return len(self.committed) == self.num_accepted
-
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:

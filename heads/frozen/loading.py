@@ -83,9 +83,6 @@ class Target:
         limits = [getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len")]  # the latter: MPT
         return min((limit for limit in (*limits, rope_limit(config)) if limit is not None and limit > 0), default=UNLIMITED)
 
-    def spell(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
-
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

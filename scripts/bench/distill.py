@@ -120,7 +120,7 @@ def plain_recipe(recipe: DistillConfig, scratch: Path) -> DistillConfig:
         "data": recipe.data.model_copy(update={"cache": None}),
         "schedule": recipe.schedule.model_copy(update={"trackers": []}),
         "student": recipe.student.model_copy(update={"draft_vocab_size": None}),
-        "loss": LossConfig(divergence="forward_kl", chunk_size=recipe.loss.chunk_size),
+        "loss": LossConfig(chunk_size=recipe.loss.chunk_size),
         "output": str(scratch / "run"),
     }
     return recipe.model_copy(update=changes)

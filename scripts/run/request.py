@@ -303,7 +303,7 @@ def _check_room(run: RunConfig, plan: Plan) -> None:
         least = min(plan.fits, key=lambda fit: fit.num_bytes)
         raise InputError(
             f"training a draft for {run.target.name} needs {least.num_bytes / GIB:.1f} GiB of memory by {least.engine.name}, "
-            f"and this machine has {plan.config.hardware.machine.memory_gib:.1f} GiB free: take a larger one, or more GPUs; "
+            f"and this machine has {plan.config.hardware.room_gib[0]:.1f} GiB free: take a larger one, or more GPUs; "
             "draftsmith plan says what fits where"
         )
     free, needed = describe_disk(Path(run.output))["free_bytes"], 3 * plan.checkpoint_bytes

@@ -105,17 +105,15 @@ def test_a_student_is_described_by_what_its_init_needs_and_nothing_else(settings
 def test_the_loss_is_the_forward_kl_unless_another_or_a_mix_is_asked_for():
     assert LossConfig().weights == {"forward_kl": 1.0}
     assert LossConfig(divergence="jsd").weights == {"jsd": 1.0}
-    assert LossConfig(mix={"forward_kl": 0.5, "jsd": 0.0}).weights == {"forward_kl": 0.5}
+    assert LossConfig(divergence={"forward_kl": 0.5, "jsd": 0.0}).weights == {"forward_kl": 0.5}
 
 
 @pytest.mark.parametrize(
     ("settings", "rule"),
     [
         ({"divergence": "forwad_kl"}, "'forward_kl'"),
-        ({"mix": {"forwad_kl": 1.0}}, "unknown divergence 'forwad_kl'; the nearest known one is 'forward_kl'"),
-        ({"mix": {"jsd": 0.0, "reverse_kl": 0.0}}, "at least one weight of mix must be above 0"),
-        ({"mix": {"jsd": 1.0}, "divergence": "jsd"}, "give divergence or mix, and null for the other one"),
-        ({"divergence": None}, "give divergence or mix"),
+        ({"divergence": {"forwad_kl": 1.0}}, "'forward_kl'"),
+        ({"divergence": {"jsd": 0.0, "reverse_kl": 0.0}}, "at least one weight of divergence must be above 0"),
     ],
 )
 def test_a_loss_that_cannot_be_is_refused(settings, rule):
@@ -131,7 +129,7 @@ LABELS = "cross_entropy would take the draft's own tokens for labels"
     ("setting", "reason"),
     [
         ("loss.divergence=cross_entropy", LABELS),
-        ("loss={mix: {forward_kl: 1, cross_entropy: 0.1}, divergence: null}", LABELS),
+        ("loss.divergence={forward_kl: 1, cross_entropy: 0.1}", LABELS),
         ("data.cache=runs/cache", r"data\.cache must be null: .*, or set policy\.on_policy to null"),
     ],
 )
@@ -139,7 +137,7 @@ def test_what_the_draft_writes_is_neither_copied_nor_cached(setting, reason):
     with pytest.raises(ConfigError, match=reason):
         load_config(DistillConfig, None, [ON_POLICY, setting])
     load_config(DistillConfig, None, [setting])
-    load_config(DistillConfig, None, [ON_POLICY, "loss={mix: {forward_kl: 1, cross_entropy: 0}, divergence: null}"])
+    load_config(DistillConfig, None, [ON_POLICY, "loss.divergence={forward_kl: 1, cross_entropy: 0}"])
 
 
 def test_prompts_that_the_target_writes_itself_bring_no_answers():

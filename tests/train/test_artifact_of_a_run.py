@@ -1,19 +1,12 @@
 """What a training leaves: every key of `draftsmith.json`, and every tensor's dtype, which is the target's."""
 
-import copy
 import json
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from distill.dataset.batches import Example, collate
-from heads.artifact import load_draft
-from heads.inference.causal_lm import head_logits, read_documents
-from tests.support.caches import random_conversations
-from tests.support.family_configs import VOCAB_SIZE, tiny_model
 from tests.support.training_runs import distill_config, draft_task, train_task
-from train.loop.checkpoints import Progress
 
 NUM_DRAFTS = 5  # of the config's `num_speculative_tokens`, not of held-out decoding
 ONE_STEP = {"batch_size": 4, "max_steps": 1, "mixed_precision": "no", "trackers": []}
@@ -72,22 +65,3 @@ def test_a_head(tmp_path, half_target, head_task, greedy_rows):
     }
     assert {each.dtype for each in tensors.values()} == {torch.bfloat16}
     assert len(load_file(tmp_path / "artifact" / "draft_vocabulary.safetensors")["d2t"]) == 30
-
-
-@pytest.mark.parametrize("name", ["phi", "gptj", "gpt2", "falcon"])
-def test_a_draft_of_few_tokens_has_the_bias_of_their_rows_whether_tied_or_not(name, as_target, tmp_path):
-    rows = random_conversations([(9, 15), (4, 8), (12, 20)], VOCAB_SIZE, seed=1)
-    batch = collate([Example(row.prompt_ids + row.answer_ids, len(row.prompt_ids)) for row in rows])
-    model = copy.deepcopy(tiny_model(name))
-    if (bias := model.get_output_embeddings().bias) is not None:
-        torch.nn.init.normal_(bias)
-    target = as_target(model)
-    task = draft_task(distill_config(tmp_path, {"layers": [1, 3], "draft_vocab_size": 16}), target, rows)
-    optimizer = torch.optim.AdamW((each for each in task.module.parameters() if each.requires_grad), lr=1e-3)
-    (task.loss(task.module, batch, task.source.read(batch)).loss / batch.num_labels).backward()
-    optimizer.step()
-    task.save(task.module, Progress(), {})
-    loaded = load_draft(tmp_path / "artifact", target.identity, model).proposer
-    whole_BTV = task.module.draft.eval()(input_ids=batch.input_ids_BT, use_cache=False).logits
-    found_BTW = head_logits(loaded.model, read_documents(loaded.model, batch.input_ids_BT, None))
-    torch.testing.assert_close(found_BTW, whole_BTV[..., task.vocabulary.token_ids_W])

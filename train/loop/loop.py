@@ -68,10 +68,6 @@ class Task(Protocol):
     def evaluate(self, module: nn.Module) -> dict[str, float]:
         """Return metrics on held-out prompts; `tokens_per_target_step` among them chooses what is kept."""
 
-    @property
-    def samples(self) -> Sequence[Mapping[str, Any]]:
-        """The main process's first answers in the last evaluation, as a report has them (`eval.report.build`)."""
-
     def save(self, module: nn.Module, progress: Progress, metrics: dict[str, float]) -> None:
         """Write the artifact of the module, which is the best so far."""
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from configs.runtime.errors import RunFailed, Stopped
-from configs.runtime.files import write_json
-from configs.runtime.run_record import HELD_OUT, SAMPLES_FILE
+from configs.runtime.run_record import HELD_OUT
 from heads.modules.interface import Batch
 from train.loop.checkpoints import writing
 from train.loop.telemetry import SHARE, STEP_PARTS, MetricsFile, explain_gap
@@ -118,7 +117,6 @@ class Milestones:
         log.info("step %d/%d, held out: %s", progress.step, self.training.num_steps, _format(metrics))
         if self.metrics_file is not None:
             self.metrics_file.add(progress.step, time.perf_counter() - self.started, named)
-            write_json(self.output / SAMPLES_FILE, {"step": progress.step, "samples": list(self.task.samples)})
         score = metrics["tokens_per_target_step"]
         if progress.best_score is None or score > progress.best_score:
             progress.best_score, progress.best_step = score, progress.step

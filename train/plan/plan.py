@@ -165,8 +165,8 @@ def memory_of(config: PlanConfig, models: PlannedModels, label_share: float) -> 
 
 def try_engines(config: PlanConfig, models: PlannedModels, memory: Mapping[str, int]) -> list[Fit]:
     """Return the ways for this number of processes, each with the bytes it needs and the reason why it does not fit."""
-    machine, n = config.hardware.machine, config.hardware.num_accelerators
-    room = machine.memory_gib * GIBIBYTE * HEADROOM
+    (memory_gib, host_gib), n = config.hardware.room_gib, config.hardware.num_accelerators
+    room = memory_gib * GIBIBYTE * HEADROOM
     on_host = sum(memory[part] for part in ("optimizer states", "draft weights", "gradients")) / n
     fits: list[Fit] = []
     for engine in _ways(config):
@@ -175,8 +175,8 @@ def try_engines(config: PlanConfig, models: PlannedModels, memory: Mapping[str, 
         needed, complaint = _bytes_by(engine, config, models, memory), None
         if needed > room:
             complaint = f"more than {room / GIBIBYTE:.1f} GiB"
-        elif engine.offloads_states and on_host > machine.host_memory_gib * GIBIBYTE:
-            complaint = f"the host's {machine.host_memory_gib:g} GiB for each accelerator do not hold the optimiser's states"
+        elif engine.offloads_states and on_host > host_gib * GIBIBYTE:
+            complaint = f"the host's {host_gib:g} GiB for each accelerator do not hold the optimiser's states"
         fits.append(Fit(engine=engine, num_bytes=needed, complaint=complaint))
     return fits
 

@@ -72,7 +72,6 @@ class DraftTask:
         path = config.student.path
         self.training_prompts = training_prompts(train, None if path is None else locate(TargetConfig(name=path)))
         self.held_out = HeldOut(config, target, held_out, accelerator)
-        self.samples = self.held_out.samples
 
     def copy_of_module(self) -> nn.Module:
         return copy.deepcopy(self.module, {id(self.target): self.target})

@@ -91,7 +91,6 @@ class HeadTask:
         self.module: nn.Module = HeadObjective(head, target, config.loss)
         self.training_prompts = training_prompts(train, None if start is None else start.folder)
         self.held_out = HeldOut(config, target, held_out, accelerator)
-        self.samples = self.held_out.samples
         if config.held_out.decode.tree is not None:
             check_drafts(self.proposer(self.module), config.held_out.decode)  # now, not at the first held-out decoding
 

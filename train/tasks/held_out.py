@@ -27,8 +27,6 @@ from distill.dataset.batches import Example, collate
 from distill.dataset.conversations import Conversation, describe_data, index_of
 from distill.loss.objectives import HeadLoss, HeadObjective
 from eval.decoder.decode import Request, check_decodable, decode
-from eval.decoder.records import Generation
-from eval.report.samples import spell_sample
 from heads.artifact import read_training_prompts
 from heads.device import restored_random_state
 from heads.frozen.hidden_states import TargetStates
@@ -39,7 +37,6 @@ from heads.modules.interface import Batch
 from heads.proposers.protocol import Proposer
 from train.loop.checkpoints import Progress
 
-NUM_SAMPLES = 4  # answers that are shown while a training goes on
 TIMEOUT_SECONDS = 14_400  # how long processes wait for the one that decodes longest
 
 
@@ -66,8 +63,6 @@ class HeldOut:
             for row in rows
         ]
         length = self.decode.max_new_tokens
-        self.user_texts = {each.prompt_id: row.user_text for each, row in zip(self.requests, rows, strict=True)}
-        self.samples: list[dict[str, Any]] = []  # the first prompts' answers of the last evaluation, in the main process
         self.examples = [
             Example(row.prompt_ids + row.answer_ids[:length], len(row.prompt_ids), media_prompt=row.media_prompt)
             for row in rows
@@ -79,18 +74,13 @@ class HeldOut:
         settings = self.decode
         own = self.requests[self.share.number :: self.share.count]
         counts = torch.zeros(4, device=self.accelerator.device)
-        first: list[Generation] = []
         for start in range(0, len(own), settings.batch_size):
             generations, _ = decode(self.target, own[start : start + settings.batch_size], settings, proposer)
-            first += generations[: NUM_SAMPLES - len(first)]
             rounds = [round_ for generation in generations for round_ in generation.rounds]
             committed = sum(len(round_.committed) for round_ in rounds)
             accepted = sum(round_.num_accepted for round_ in rounds)
             drafted = sum(round_.num_drafted for round_ in rounds)
             counts += torch.tensor([committed, len(rounds), accepted, drafted], device=counts.device)
-        if self.accelerator.is_main_process:
-            shown = [each for each in first if each.rounds]
-            self.samples[:] = [spell_sample(each, self.user_texts[each.prompt_id], self.target.spell) for each in shown]
         wait_patiently(TIMEOUT_SECONDS)  # some processes have fewer prompts, or none
         committed, num_rounds, accepted, drafted = self.accelerator.reduce(counts * self.share.writes, "sum").tolist()
         return {"tokens_per_target_step": committed / max(num_rounds, 1), "draft_token_yield": accepted / max(drafted, 1)}

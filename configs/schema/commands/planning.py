@@ -10,19 +10,8 @@ from typing import Literal
 from configs.schema.base import PositiveFloat, PositiveInt, PositiveShare, Settings
 from configs.schema.training import DistillConfig, HeadsConfig
 
-
-class Machine(Settings):
-    """A kind of machine, each number of one accelerator."""
-
-    memory_gib: PositiveFloat
-    host_memory_gib: PositiveFloat  # an accelerator's share of its node's memory
-
-
-MACHINES = {
-    "laptop_cpu": Machine(memory_gib=16.0, host_memory_gib=16.0),
-    "h100_80gb": Machine(memory_gib=79.0, host_memory_gib=256.0),
-    "h200_141gb": Machine(memory_gib=139.0, host_memory_gib=256.0),
-}
+# Memory in GiB, by preset: an accelerator's, and its share of its node's.
+MEMORY_GIB = {"laptop_cpu": (16.0, 16.0), "h100_80gb": (79.0, 256.0), "h200_141gb": (139.0, 256.0)}
 
 
 class HardwareConfig(Settings):
@@ -35,10 +24,10 @@ class HardwareConfig(Settings):
     host_memory_gib: PositiveFloat | None = None
 
     @property
-    def machine(self) -> Machine:
-        """The preset, with what was given in place of its numbers."""
-        given = {name: value for name in Machine.model_fields if (value := getattr(self, name)) is not None}
-        return MACHINES[self.preset].model_copy(update=given)
+    def room_gib(self) -> tuple[float, float]:
+        """Memory of an accelerator, and its share of its node's."""
+        own, host = MEMORY_GIB[self.preset]
+        return self.memory_gib or own, self.host_memory_gib or host
 
     @property
     def on_cpu(self) -> bool:

@@ -157,6 +157,6 @@ def test_an_answer_has_its_thinking_and_its_calls_as_the_template_writes_them(by
         answer_keys=keys,
     )
     (row,) = existing_answers(byte_target, 100).rows_of(result)
-    assert byte_target.spell(row.prompt_ids) == "user:hi;tool:4;assistant:"
-    assert byte_target.spell(row.answer_ids) == "<hm>Well.[f];"
+    assert byte_target.tokenizer.decode(row.prompt_ids) == "user:hi;tool:4;assistant:"
+    assert byte_target.tokenizer.decode(row.answer_ids) == "<hm>Well.[f];"
     assert row.user_text == result.user_text == "hi"

@@ -127,7 +127,7 @@ def test_a_config_names_every_divergence_there_is_with_the_defaults_that_it_has_
 
 def test_a_mix_adds_up_its_weighted_parts_with_their_settings():
     settings = {"jsd": {"beta": 0.1}, "kl_tv_blend": {"eta": 1.0}}
-    config = LossConfig(mix={"jsd": 2.0, "kl_tv_blend": 0.5, "cross_entropy": 0.3, "forward_kl": 0.0}, settings=settings)
+    config = LossConfig(divergence={"jsd": 2.0, "kl_tv_blend": 0.5, "cross_entropy": 0.3, "forward_kl": 0.0}, settings=settings)
     parts = [jsd(some_pair(), beta=0.1), kl_tv_blend(some_pair(), eta=1.0), cross_entropy(some_pair())]
     found = configured_divergence(config)(some_pair())
     for each, expected in zip(found, zip(*parts, strict=True), strict=True):

@@ -30,7 +30,7 @@ def loss_of(objective, target, batch):
 @pytest.mark.parametrize("mix", [{"forward_kl": 1.0}, {"cross_entropy": 1.0}, {"forward_kl": 0.5, "cross_entropy": 2.0}])
 def test_it_is_the_divergence_at_the_positions_before_each_label(target, tiny_llama, batch, mix):
     draft = tiny_llama(seed=2, dtype=torch.float32)
-    result = loss_of(DraftObjective(draft, target, LossConfig(mix=mix, chunk_size=2)), target, batch)
+    result = loss_of(DraftObjective(draft, target, LossConfig(divergence=mix, chunk_size=2)), target, batch)
     expected = 0.0
     for ids, answer_start in (([7, 8, 9, 10, 11], 3), ([12, 13, 14, 15, 16, 17, 18], 5)):
         p = F.log_softmax(target.model(torch.tensor([ids])).logits[0].detach().double(), -1)

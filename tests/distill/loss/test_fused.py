@@ -21,7 +21,7 @@ ROWS, DRAFT_WIDTH, TARGET_WIDTH, VOCABULARY = 7, 6, 10, 23
 IDS_W = torch.tensor([11, 0, 22, 3, 5, 17, 8])
 DRAFT_LABELS = torch.tensor([1, 0, 2, -1, 3, 4, -1])  # positions of the labels of `Inputs` in IDS_W; 9 is not in it
 MIX = {"jsd": 0.3, "total_variation": 2.0, "cross_entropy": 0.1}
-MIXED = LossConfig(mix=MIX, settings={"jsd": {"beta": 0.9}})
+MIXED = LossConfig(divergence=MIX, settings={"jsd": {"beta": 0.9}})
 
 
 class Inputs:
@@ -279,7 +279,7 @@ def compared(divergence, num_rows=ROWS, columns=11, ids_W=None, **options):
 
 @pytest.mark.parametrize("ids_W", [None, torch.arange(3)], ids=["whole", "reduced"])
 def test_a_compiled_chunk_is_one_graph_with_the_same_values_and_gradients(ids_W, captured):
-    divergence = configured_divergence(LossConfig(mix={name: 0.3 + 0.1 * n for n, name in enumerate(DIVERGENCES)}))
+    divergence = configured_divergence(LossConfig(divergence={name: 0.3 + 0.1 * n for n, name in enumerate(DIVERGENCES)}))
     labels = torch.tensor([0, 2, 1, -1, 2, 0, 2])
     for num_rows in (ROWS, 3):  # the last chunk of a batch is a shorter one
         (found, gradient), (expected, their_gradient) = (
@@ -295,7 +295,7 @@ def test_chunks_of_any_number_of_rows_and_divergences_made_anew_share_a_few_grap
     """Beyond a limit of graphs torch.compile ends the run."""
     counters.clear()
     for num_rows in (7, 7, 5, 7, 3, 1, 2, 6, 4, 7, 5):
-        divergence = configured_divergence(LossConfig(mix={"forward_kl": 1.0, "total_variation": 0.5}, divergence=None))
+        divergence = configured_divergence(LossConfig(divergence={"forward_kl": 1.0, "total_variation": 0.5}))
         compared(divergence, num_rows, columns, compiled=True)
     assert counters["stats"]["unique_graphs"] <= 4
 

@@ -83,7 +83,7 @@ def head_result(objective, model, batch):
 def test_a_head_learns_the_same_from_packed_rows(as_target, name, family):
     target = as_target(checks.tiny_target(family))
     head = checks.build(TypeAdapter(HeadConfig).validate_python(SETTINGS[name]), target.model)
-    objective = HeadObjective(head, target, LossConfig(divergence=None, mix={"forward_kl": 1.0, "cross_entropy": 0.5}))
+    objective = HeadObjective(head, target, LossConfig(divergence={"forward_kl": 1.0, "cross_entropy": 0.5}))
     alone, packed = (head_result(objective, target.model, batch) for batch in both_ways())
     for field in ("labels_K", "origins_K", "reached_K", "joint_agrees_K"):
         assert torch.equal(getattr(alone, field), getattr(packed, field))
@@ -95,9 +95,7 @@ def test_a_draft_learns_the_same_from_packed_rows(as_target, family):
     target = as_target(checks.tiny_target(family))
     torch.manual_seed(1)
     draft = type(target.model)(target.model.config).double()
-    objective = DraftObjective(
-        draft, target, LossConfig(divergence=None, mix={"forward_kl": 1.0, "cross_entropy": 0.5}, chunk_size=7)
-    )
+    objective = DraftObjective(draft, target, LossConfig(divergence={"forward_kl": 1.0, "cross_entropy": 0.5}, chunk_size=7))
     alone, packed = (
         loss_and_gradients(objective, objective(batch, target_hidden(target, batch)).loss) for batch in both_ways()
     )

@@ -34,7 +34,6 @@ def test_a_run_leads_to_a_verdict_and_an_export_and_its_file_goes_on(model, prom
     assert draftsmith.called == ["eval/gate.py", "scripts.export", "scripts.check"]
     assert (output / "export" / "sglang" / "serve.txt").is_file()
     assert json.loads((output / "check" / "check.json").read_text())["checked"] is False
-    assert json.loads((output / "train" / "samples.json").read_text())["samples"]
     assert draftsmith("watch", output) == DONE
     assert not (output / "dry_run").exists()
 

@@ -79,19 +79,6 @@ def test_an_evaluation_leaves_the_random_numbers_of_training_as_they_were(head_t
     assert first == second
 
 
-def test_the_first_answers_are_kept_in_pieces_by_who_wrote_them(head_task, greedy_rows):
-    task = head_task("eagle3", held_out=greedy_rows[4:9])
-    train_some(task, greedy_rows, steps=40)
-    task.evaluate(task.module)
-    assert [each["prompt_id"] for each in task.samples] == [f"{row.prompt_id}/0" for row in greedy_rows[4:8]]
-    for sample, row in zip(task.samples, greedy_rows[4:8], strict=True):
-        written = [piece["text"] for piece in sample["pieces"] if piece["kind"] != "rejected"]
-        assert "".join(written) == task.target.spell(row.answer_ids[:12])
-        assert sample["prompt"] == row.user_text
-    kinds = {piece["kind"] for sample in task.samples for piece in sample["pieces"]}
-    assert {"prefill", "accepted", "target"} <= kinds
-
-
 def test_the_score_is_of_the_first_prompts_and_counts_a_round_that_an_accepted_end_of_text_closes(
     head_task, greedy_target, greedy_rows
 ):
