@@ -115,6 +115,17 @@ def fastest_free(section: SuiteSection) -> tuple[str, OtherWaySection] | None:
     return max(ways.items(), key=lambda way: way[1].decode_speedup or 0, default=None)
 
 
+def what_to_serve(section: SuiteSection) -> str:
+    """Say whether the draft or what needs no training is the faster one on a suite; empty where that was not measured."""
+    free = fastest_free(section)
+    if free is None or free[1].decode_speed_ratio is None:
+        return ""
+    name, ratio = free[0].replace("_", " "), cell(free[1], "decode_speed_ratio", times)
+    if free[1].decode_speed_ratio > 1:
+        return f"serve the draft: it has {ratio} the speed of {name}, the fastest way that needs no training"
+    return f"serve {name}, which needs no training: the draft has {ratio} its speed"
+
+
 def milliseconds_per_token(report: Report) -> str:
     """Say what a token takes, plainly and with the draft."""
     speed = report.speed

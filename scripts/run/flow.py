@@ -13,7 +13,9 @@ from configs.runtime.files import find_shipped, new_folder, write_text
 from configs.runtime.run_record import files_fingerprint, write_run_record
 from configs.runtime.terminal import say
 from configs.schema.commands.running import DRAFT_FILE, RunConfig, Stage, Where, read_draft_file
+from eval.report.schema import load_report
 from eval.report.tables import table
+from eval.report.text import what_to_serve
 from heads.frozen.identity import save_dequantised
 from scripts.run.draft_file import apply, asked_first, write_draft_file
 from scripts.run.dry_run import FOLDER, dry_run
@@ -33,6 +35,9 @@ def go_on(run: RunConfig, *, ask: bool) -> int:
             return INTERRUPTED
     write_run_record(Path(run.output), run)
     code = run_stages(run, inputs_of(run))
+    report = Path(run.output) / "eval" / "report.json"
+    if report.is_file() and (advice := what_to_serve(load_report(report))):
+        say(f"\nmeasured here, one user at a time: {advice}")
     say(f"\ndraftsmith watch {run.output} shows it all\nexit code: {code}")
     return code
 

@@ -8,7 +8,7 @@ import pytest
 from eval.report.page import VARIABLES, draw_positions, render_html
 from eval.report.schema import definitions
 from eval.report.tables import render_markdown
-from eval.report.text import headline, lossless_detail
+from eval.report.text import headline, lossless_detail, what_to_serve
 from tests.support.reports import changed
 
 VOID = {"meta", "br", "link", "img", "hr", "input"}
@@ -162,6 +162,18 @@ def test_a_greedy_headline_counts_tokens_and_differing_answers(report, verdict, 
     report = changed(report, {"lossless": section})
     assert all(each in headline(report) for each in words)
     assert all(each in lossless_detail(report) for each in (*words, "0.11", "3.3", "4.5", "2.8", "1.8 %", "2.1 %"))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "words"),
+    [(1.2, ("serve the draft", "1.20", "prompt lookup")), (0.85, ("serve prompt lookup", "0.85")), (None, ())],
+)
+def test_the_faster_one_of_draft_and_lookup_is_to_be_served(report, ratio, words):
+    said = what_to_serve(
+        changed(report, {"baselines.prompt_lookup": {"decode_speed_ratio": ratio, "decode_speed_ratio_ci": None}})
+    )
+    assert bool(said) == bool(words)
+    assert all(each in said for each in words)
 
 
 def test_a_headline_names_the_mode_whose_answers_are_wrong(report):
