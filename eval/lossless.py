@@ -323,7 +323,7 @@ def _sample(
     target: Target, proposer: Proposer, start: Request, config: DecodeConfig, num_samples: int
 ) -> Iterator[list[int] | None]:
     """Yield the first tokens of each sample, `DEPTH` or more unless the answer ended; `None` for one that failed."""
-    settings = config.model_copy(update={"max_new_tokens": _answer_length(config), "stop": None})
+    settings = config.model_copy(update={"max_new_tokens": _answer_length(config)})
     requests = [replace(start, prompt_id=f"{start.prompt_id}/sample {n}", turn=0) for n in range(num_samples)]
     at_once = 1 if "batches" in target.runner.refused else AT_ONCE  # after a round the samples are of unequal lengths
     with progress("sampling first tokens", num_samples, "samples") as advance:
