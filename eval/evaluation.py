@@ -32,7 +32,6 @@ from eval.measure.interleaved import measure_share
 from eval.measure.proposers import (
     EvaluatedDraft,
     add_lookup,
-    choose_lookup,
     known_answers,
     load_evaluated,
     make_baselines,
@@ -100,8 +99,6 @@ def evaluate(config: EvalConfig) -> int:
     loaded = _load(config, suites)
     target, state = loaded.target, loaded.state
     laps.done("loading")
-    config = choose_lookup(config, loaded.turns.first, target, state, loaded.fingerprint(config))
-    laps.done("choosing the lookup's length")
     proposers = {SPECULATIVE: loaded.draft.proposer, **make_baselines(config, target, loaded.answers)}
     if config.tries_lookup:
         proposers[WITH_LOOKUP] = add_lookup(loaded.draft.proposer, config, target, loaded.answers)

@@ -107,11 +107,6 @@ class Generation:
     suite: str = ""  # the name of the suite that the prompt is of
     media_prompt: MediaPrompt | None = None  # of a prompt with images or sounds
 
-    @property
-    def num_committed(self) -> int:
-        """How many tokens the rounds committed; the prefill's is not among them."""
-        return sum(len(round_.committed) for round_ in self.rounds)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:

@@ -115,7 +115,11 @@ def time_ways(items: Sequence[Item], ways: Mapping[Way, Callable[[Item], Sequenc
 
 def drafts_by_mode(config: EvalConfig) -> dict[str, int]:
     """Return how many drafts a round has at most, in the modes where that is not `decode.num_speculative_tokens`."""
-    return {"prompt_lookup": config.lookup_length, "suffix_lookup": config.suffix_length, WITH_LOOKUP: config.suffix_length}
+    return {
+        "prompt_lookup": config.lookup_num_speculative_tokens,
+        "suffix_lookup": config.suffix_length,
+        WITH_LOOKUP: config.suffix_length,
+    }
 
 
 class Measurement:

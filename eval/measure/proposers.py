@@ -10,18 +10,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-from accelerate import PartialState
 
 from configs.schema.evaluation import EvalConfig, FreeDraft
 from distill.dataset.conversations import check_written_for, first_answers
 from distill.generation.prompts import Prompt
-from eval.decoder.decode import Request, decode
-from eval.measure.interleaved import in_batches, time_ways
-from eval.measure.record_files import choose_once
 from heads.artifact import Draft, load_draft
 from heads.frozen.identity import TargetIdentity
 from heads.frozen.loading import Target
@@ -31,9 +25,6 @@ from heads.proposers.protocol import Proposer
 from heads.proposers.suffixes import KNOWN_TOKENS
 
 log = logging.getLogger("draftsmith")
-
-LOOKUP_LENGTHS = (2, 4, 8)  # beside the draft's own number
-LOOKUP_PROMPTS = 4
 
 Answers = Sequence[Sequence[int]]  # token ids
 
@@ -113,32 +104,3 @@ def known_answers(config: EvalConfig, prompts: Sequence[Prompt], identity: Targe
     known = first_answers(path, KNOWN_TOKENS, [text for prompt in prompts for text in prompt.user_texts])
     log.info("suffix lookup knows %d answers of %s", len(known), path)
     return known
-
-
-# --- what a lookup drafts -------------------------------------------------------------------------------------------
-
-
-def choose_lookup(config: EvalConfig, requests: Sequence[Request], target: Target, state: PartialState, job: str) -> EvalConfig:
-    """Return the config with `lookup_num_speculative_tokens`, chosen where it is None and needed."""
-    own = config.decode.num_speculative_tokens
-    if config.lookup_num_speculative_tokens is not None or not own or not config.baselines:
-        return config
-    step = max(1, len(requests) // LOOKUP_PROMPTS)
-    chosen = requests[::step][: max(LOOKUP_PROMPTS, config.decode.batch_size)]  # a batch at least
-    known = choose_once(Path(config.output), "lookup", job, state, lambda: fastest_length(config, chosen, target))
-    log.info("prompt lookup drafts %d tokens a round, the fastest of %s on %d prompts", *known)
-    return config.model_copy(update={"lookup_num_speculative_tokens": known[0]})
-
-
-def fastest_length(config: EvalConfig, requests: Sequence[Request], target: Target) -> tuple[int, list[int], int]:
-    """Return the number of drafts a round at which prompt lookup is fastest, those that were tried, and by how many prompts."""
-    lengths = sorted({*LOOKUP_LENGTHS, config.decode.num_speculative_tokens})
-    plain = config.decode.model_copy(update={"tree": None, "stopping": None, "lossy": None})
-
-    def run(length: int, batch: Sequence[Request]) -> tuple[float, int]:
-        settings = plain.model_copy(update={"num_speculative_tokens": length})
-        _, timing = decode(target, batch, settings, PromptLookup(target.device))
-        return timing.decode_seconds, timing.num_tokens
-
-    pace = time_ways(in_batches(requests, plain.batch_size), {length: partial(run, length) for length in lengths})
-    return min(lengths, key=pace.__getitem__), lengths, len(requests)

@@ -9,24 +9,18 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
-
 from configs.runtime.errors import InputError
 from configs.runtime.files import write_bytes
-from configs.runtime.run_record import Journal
 from eval.decoder.records import Generation, Round, Timing
 from heads.frozen.media import MediaPrompt
 
 RECORDS = "records.jsonl"
 BATCHES = ".batches-"  # then the job: a folder of one file for each finished batch
-CHOICE = ".choice-{key}.jsonl"
 # The columns of rounds beside the number of committed tokens, each with the value that is left out where all rounds have it.
 USUAL: dict[str, Any] = {
     "drafted": (),
@@ -94,19 +88,6 @@ def drop_batches(output: Path) -> None:
     """Remove what an interrupted run would go on from."""
     for folder in output.glob(f"{BATCHES}*"):
         shutil.rmtree(folder)
-    for path in output.glob(CHOICE.format(key="*")):
-        path.unlink()
-
-
-def choose_once(output: Path, key: str, job: str, state: PartialState, choose: Callable[[], Any]) -> Any:
-    """Return what all processes `choose`, the main one's for everyone; JSON values, kept for when the run is interrupted."""
-    journal = Journal(output / CHOICE.format(key=key), job)
-    (known,) = broadcast_object_list([journal.read().get(key) if state.is_main_process else None])
-    if known is None:
-        (known,) = broadcast_object_list([choose()])
-        if state.is_main_process:
-            journal.append(key, known)
-    return known
 
 
 def read_records(path: Path) -> Records:

@@ -48,7 +48,6 @@ class Rates:
     cache_token_seconds: float  # the target's forward
     train_token_seconds: float  # of the draft's step, the target's states being read
     held_out_seconds: float  # of one evaluation on held-out prompts in training
-    lookup_token_seconds: float  # by all lengths that are tried
     decoded_token_seconds: float  # in all ways that an evaluation decodes it, and to check it
     plain_token_seconds: float  # without a draft
 
@@ -134,7 +133,7 @@ def _rates(output: Path, seconds: dict[str, Any]) -> Rates:
         "data": seconds["data"] - answering,
         "cache": seconds["cache"] - caching,
         "train": seconds["train"] - sum(outcome[name] for name in ("training_seconds", "evaluation_seconds", "sanity_seconds")),
-        "eval": seconds["eval"] - by_token - laps["choosing the lookup's length"],
+        "eval": seconds["eval"] - by_token,
         "gate": start,
         "export": seconds.get("export", 0.0),
     }
@@ -146,7 +145,6 @@ def _rates(output: Path, seconds: dict[str, Any]) -> Rates:
         cache_token_seconds=caching / in_cache,
         train_token_seconds=1 / statistics.median(paces[2:]),
         held_out_seconds=MORE_HELD_OUT * outcome["evaluation_seconds"],
-        lookup_token_seconds=SETTLED * laps["choosing the lookup's length"] / (PROMPTS * DECODED),
         decoded_token_seconds=SETTLED * by_token / max(1, decoded),
         plain_token_seconds=sum(each["decode_seconds_autoregressive"] for each in speeds) / max(1, decoded),
     )

@@ -26,7 +26,6 @@ from scripts.run.stages import HOUSE
 
 EVALUATION_SHARE = 0.25  # of the budget
 EVALUATION_MINUTES = 30.0  # at most
-LOOKUP_PROMPTS = 4  # by which an evaluation chooses the lookup's length
 HELD_OUT = (16, 128)  # prompts of an evaluation: what the gate asks for, and where intervals are narrow
 HOUSE_SHARE = 0.5  # of so many prompts beside them ...
 HOUSE_PROMPTS = (8, 64)  # ... of the house suite: one a category, and all
@@ -81,7 +80,6 @@ class Budget:
         fixed["train"] += EVALUATIONS * self.rates.held_out_seconds
         if self.run.refresh is not None:
             fixed["baseline"] = fixed["eval"]
-        fixed["eval"] += self.rates.lookup_token_seconds * LOOKUP_PROMPTS * self.facts.decoded_tokens
         if self.run.engine is not None:
             start = START_SECONDS_ON_CPU if self.facts.on_cpu else START_SECONDS
             tokens = CHECK.num_prompts * CHECK.max_new_tokens

@@ -28,7 +28,7 @@ def tiny_evaluation(
         "suite": SuiteConfig(path=str(run / "suite.jsonl"), num_prompts=num_prompts),
         "decode": DecodeConfig(**{"num_speculative_tokens": 2, "max_new_tokens": 8, "batch_size": 2} | (decode or {})),
         "repeats": 1,
-        "lookup_num_speculative_tokens": 2,  # None would be chosen by time, as the next
+        "lookup_num_speculative_tokens": 2,
         "lookup_expects": 0.2,
         "warmup_prompts": 0,
         "lossless": LosslessConfig(first_token_samples=64),

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP
 from eval.evaluation import evaluate
 from eval.measure import interleaved, proposers
 from eval.measure.interleaved import Measurement
-from eval.measure.proposers import add_lookup, fastest_length, known_answers, make_baselines
+from eval.measure.proposers import add_lookup, known_answers, make_baselines
 from eval.release import judge, read_artifact
 from heads.artifact import save_draft_lm
 from heads.metadata import read_metadata
@@ -199,21 +198,3 @@ def test_what_is_timed_is_not_looked_at_and_lookups_draft_their_own_number_of_to
     assert all(round_.overlap for round_ in records.of(SPECULATIVE)[0].rounds if round_.drafted)
     assert len(records.timings) == 6
     assert max(len(round_.drafted) for round_ in records.of("prompt_lookup")[0].rounds) > 3
-
-
-def test_prompt_lookup_drafts_the_fastest_of_a_few_lengths_which_take_turns(requests, config, monkeypatch):
-    """The first batch warms up: what it takes the first time is not counted."""
-    calls = []
-
-    def decode(target, batch, settings, proposer):
-        calls.append((settings.num_speculative_tokens, batch[0].prompt_id))
-        cold = calls[-1] not in calls[:-1] and batch[0].prompt_id == "q0"
-        seconds = 100.0 * (calls[-1][0] == 4) if cold else {2: 3.0, 3: 2.0, 4: 1.0, 8: 2.5}[calls[-1][0]]
-        return [], SimpleNamespace(decode_seconds=seconds, num_tokens=10)
-
-    monkeypatch.setattr(proposers, "decode", decode)
-    pairs = config.model_copy(update={"decode": config.decode.model_copy(update={"batch_size": 2})})
-    lengths = [2, 3, 4, 8]
-    assert fastest_length(pairs, requests, SimpleNamespace(device=None)) == (4, lengths, 3)
-    in_turns = [(lengths, "q0"), (lengths[::-1], "q0"), (lengths, "q2")]
-    assert calls == [(length, first) for order, first in in_turns for length in order]
