@@ -102,9 +102,7 @@ class EvalConfig(Settings):
     repeats: PositiveInt = 2  # interleaved: plain, speculative, baselines, plain, ...
     warmup_prompts: NonNegativeInt = 1  # decoded before timing starts
     baselines: list[FreeDraft] = ["prompt_lookup"]  # measured beside the draft (`eval.measure.proposers`)
-    lookup_num_speculative_tokens: PositiveInt = (
-        4  # a round of prompt lookup: the fastest of 2, 3, 4 and 8 on the demo's prompts
-    )
+    lookup_num_speculative_tokens: PositiveInt = 4  # a round of prompt lookup; of 2, 3, 4 and 8 the fastest of the demo
     lossless: LosslessConfig = LosslessConfig()
     cost: CostConfig | None = None  # a timing sweep, from which the speed at other settings is predicted; None: no prediction
     quality: QualityConfig | None = None  # what answers are worth, with and without the draft; a lossy mode needs it

@@ -74,7 +74,8 @@ def test_what_was_pushed_is_loaded_gated_evaluated_and_exported_by_its_name(push
     ours, there = ours.proposer.model.state_dict(), there.proposer.model.state_dict()
     assert ours.keys() == there.keys()
     assert all(torch.equal(ours[name], there[name]) for name in ours)
-    assert run(GateConfig, gate, str(report), "--artifact", NAME) == DONE
+    rules = ("rules=[{metric: acceptance.tokens_per_target_step, min: 0.5}]", "allow_unknown_training=true")
+    assert run(GateConfig, gate, str(report), "--artifact", NAME, "--set", *rules) == DONE
     section = load_evaluated(EvalConfig(draft=NAME), target).section
     assert (section["path"], section["sha256"]) == (NAME, published["sha256"])
     out = ["--to", "transformers", "--out", str(tmp_path / "out"), "--target", str(release / "target")]
