@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ from heads.inference.lean_forward import forward_name
 log = logging.getLogger("draftsmith")
 # What comes after the measurement, or says where it goes: a run that is resumed may change these.
 NOT_IN_FINGERPRINT = {"lossless", "cost", "quality", "output", "overwrite"}
+PARTIAL = "report.partial.json"  # what was measured, before the answers are checked: a check may run out of memory
+UNCHECKED = {"verdict": "inconclusive", "checked_prompts": 0, "divergences": []}
 SUBJECT = ("target.name", "target.revision", "draft", "suite.path", "suite.subset", "suite.split")  # what a report is of
 
 
@@ -109,6 +111,15 @@ def evaluate(config: EvalConfig) -> int:
         return DONE
     records = tallies[suites[0].name]
     laps.done("decoding")
+    known = partial(
+        build_report,
+        suites=[(suite, tallies[suite.name]) for suite in loaded.suites],
+        energy=None if meter is None else summarise_energy(records.timings, meter),
+        warnings=[*loaded.draft.warnings, *_warnings(config, loaded, tallies)],
+        **_describe(config, loaded),
+    )
+    if state.is_main_process:
+        write_report(output / PARTIAL, known(lossless=UNCHECKED, quality=None))
     # All groups of processes that share the target run it in the checks, and load it anew.
     answers = {mode: [each for tally in tallies.values() for each in tally.of(mode)] for mode in records.modes}
     plain = answers.pop(AUTOREGRESSIVE)
@@ -119,14 +130,7 @@ def evaluate(config: EvalConfig) -> int:
     if not state.is_main_process:
         state.wait_for_everyone()
         return DONE
-    report = build_report(
-        suites=[(suite, tallies[suite.name]) for suite in loaded.suites],
-        lossless=lossless,
-        quality=quality,
-        energy=None if meter is None else summarise_energy(records.timings, meter),
-        warnings=[*loaded.draft.warnings, *_warnings(config, loaded, tallies)],
-        **_describe(config, loaded),
-    )
+    report = known(lossless=lossless, quality=quality)
     if target.group is not None:
         state.wait_for_everyone()  # the first process is the one that the others meet at
     laps.done("report")
@@ -161,6 +165,7 @@ def _load(config: EvalConfig, suites: Sequence[Suite]) -> Loaded:
 
 def _write(output: Path, report: Report) -> None:
     write_report(output / "report.json", report)
+    (output / PARTIAL).unlink()
     summary = render_markdown(report)
     write_text(output / "report.md", summary)
     write_text(output / "report.html", render_html(report))

@@ -21,6 +21,7 @@ from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP
 from eval.decoder.rules import ChainVerification
 from eval.evaluation import evaluate
 from eval.release import judge, read_artifact
+from eval.report.schema import load_report
 from eval.run import main
 from heads.metadata import PROMPTS_FILE
 from heads.proposers.lookup import PromptLookup
@@ -80,6 +81,18 @@ def test_every_file_is_written_and_the_report_says_what_the_records_say(tiny_run
     assert [(each["prompt_ids"], each["repeat"], each["mode"]) for each in timings] == [
         (batch, repeat, mode) for batch in batches for repeat in range(2) for mode in modes
     ]
+
+
+def test_what_was_measured_is_there_when_a_check_ends_the_run(config, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("eval.evaluation.judge_lossless", lambda *_: (_ for _ in ()).throw(MemoryError))
+        with pytest.raises(MemoryError):
+            evaluate(config)
+    partial = load_report(Path(config.output) / "report.partial.json")
+    assert judge(partial, GateConfig()).outcome == "inconclusive"
+    evaluate(config)
+    assert report_in(config).acceptance == partial.acceptance
+    assert not (Path(config.output) / "report.partial.json").exists()
 
 
 @pytest.mark.parametrize("lossy", [TypicalAcceptance(kind="typical"), ParticleSampling(kind="smc", num_particles=3)])
