@@ -63,9 +63,11 @@ def record_demo(path: Path) -> None:
         del own["alpha_by_position"]
         free = {name: each["decode_speedup"] or 0 for name, each in section["baselines"].items() if name != "autoregressive"}
         fastest = max(free, key=lambda name: free[name], default=None)
-        compared = {"fastest_untrained": fastest, "fastest_untrained_speedup": free.get(str(fastest))}
+        both = section["with_lookup"] and section["with_lookup"]["decode_speedup"]
+        compared = {"with_lookup_speedup": both, "fastest_untrained": fastest}
+        compared["fastest_untrained_speedup"] = free.get(str(fastest))
         rows.append(named | own | compared | {"lossless": report["lossless"]["verdict"]})
-    write_results(RESULTS / "demo.json", "demo", rows=rows, ratios={})
+    write_results(RESULTS / "demo.json", "demo", rows=rows, ratios={}, git=report["git"])  # the commit that was measured
 
 
 def documents() -> list[Path]:
