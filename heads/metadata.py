@@ -19,7 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import AutoConfig, AutoTokenizer
 
-from configs.runtime.errors import InputError, first_line
+from configs.runtime.errors import InputError, first_finding, first_line
 from configs.runtime.files import TORCH_FILE, check_readable, read_json
 from heads.frozen.identity import TargetIdentity, hash_files, hash_tokenizer
 from heads.frozen.weights import UNREADABLE
@@ -134,9 +134,7 @@ def read_metadata(folder: Path) -> Metadata:
     try:
         return Metadata.model_validate(read_json(path, "artifact metadata"))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the top level"
-        raise InputError(f"{path}: {where}: {first['msg']}") from error
+        raise InputError(f"{path}: {first_finding(error, 'the top level')}") from error
 
 
 def hash_artifact(folder: Path, metadata: Metadata) -> str:

@@ -10,6 +10,10 @@ import ctypes
 import os
 import sys
 from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 BAD_INPUT = 2
 FAILED = 70  # a run that cannot go on, or an error in draftsmith itself; sysexits.h calls it EX_SOFTWARE
@@ -43,6 +47,12 @@ def first_line(error: BaseException) -> str:
     """Return the first line of another library's error message, or the error's type where the message is empty."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def first_finding(error: ValidationError, whole: str = "") -> str:
+    """Return the first thing that pydantic finds wrong: where, and what; `whole` stands where it is the value itself."""
+    first = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, first['loc'])) or whole}: {first['msg']}"
 
 
 # --- what an entry does first -----------------------------------------------------------------------------------------

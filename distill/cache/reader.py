@@ -32,7 +32,7 @@ from pydantic import Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from configs.runtime.errors import ConfigError, InputError
+from configs.runtime.errors import ConfigError, InputError, first_finding
 from configs.runtime.files import inside, read_object
 from configs.schema.base import Dtype, NonNegativeInt, PositiveInt, Settings
 from distill.dataset.batches import ConversationDataset, documents_of
@@ -126,9 +126,7 @@ def read_manifest(folder: Path) -> CacheManifest:
     try:
         return CacheManifest.model_validate(read_object(path, "target cache"))
     except ValidationError as error:
-        finding = error.errors()[0]
-        key = ".".join(map(str, finding["loc"])) or "rows"
-        raise InputError(f"target cache {path}: {key}: {finding['msg']}; {REMAKE}") from error
+        raise InputError(f"target cache {path}: {first_finding(error, 'rows')}; {REMAKE}") from error
 
 
 class TargetCache:

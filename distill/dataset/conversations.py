@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple, overload
 import numpy as np
 from pydantic import AfterValidator, BaseModel, Field, Strict, TypeAdapter, ValidationError
 
-from configs.runtime.errors import InputError
+from configs.runtime.errors import InputError, first_finding
 from configs.runtime.files import read_json
 from heads.frozen.identity import TargetIdentity
 from heads.frozen.media import MediaPrompt
@@ -83,8 +83,7 @@ def read_row(line: bytes, where: str) -> Conversation:
     try:
         return _ROW.validate_json(line)
     except ValidationError as error:
-        finding = error.errors(include_url=False, include_input=False)[0]
-        raise InputError(f"{where}: {'.'.join(map(str, finding['loc'])) or 'row'}: {finding['msg']}") from error
+        raise InputError(f"{where}: {first_finding(error, 'row')}") from error
 
 
 def read_conversations(path: Path) -> list[Conversation]:
@@ -258,6 +257,4 @@ def _read_manifest(path: Path) -> DataManifest:
     try:
         return DataManifest.model_validate(read_json(manifest, "data manifest"))
     except ValidationError as error:
-        finding = error.errors(include_url=False)[0]
-        key = ".".join(map(str, finding["loc"])) or "content"
-        raise InputError(f"data manifest {manifest}: {key}: {finding['msg']}; make the data again") from error
+        raise InputError(f"data manifest {manifest}: {first_finding(error, 'content')}; make the data again") from error

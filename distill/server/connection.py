@@ -21,7 +21,7 @@ import httpx2
 from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import from_json
 
-from configs.runtime.errors import InputError, first_line
+from configs.runtime.errors import InputError, first_finding, first_line
 from configs.runtime.redaction import hide, redact
 from configs.schema.data import ServerConfig
 
@@ -211,6 +211,4 @@ def read_completion(content: Any, where: str) -> Completion:
     try:
         return Completion.model_validate(content)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        finding = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise InputError(f"{where} answers in a form that is not known here: {finding}") from error
+        raise InputError(f"{where} answers in a form that is not known here: {first_finding(error)}") from error

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from configs.runtime.errors import InputError
+from configs.runtime.errors import InputError, first_finding
 from configs.runtime.files import check_readable, read_json, write_json
 
 SCHEMA_VERSION = 1  # rises when a field changes its meaning or goes away
@@ -375,8 +375,7 @@ def parse_report(value: Any, where: str) -> Report:
     try:
         return Report.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise InputError(f"{where}: {'.'.join(map(str, first['loc'])) or 'report'}: {first['msg']}") from error
+        raise InputError(f"{where}: {first_finding(error, 'report')}") from error
 
 
 def load_report(path: Path, what: str = "report") -> Report:

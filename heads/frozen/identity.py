@@ -23,7 +23,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from pydantic import TypeAdapter, ValidationError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from configs.runtime.errors import InputError, first_line
+from configs.runtime.errors import InputError, first_finding, first_line
 from configs.runtime.files import downloads_folder, fetch_wheel, new_folder, sha256_of, write_text
 from configs.runtime.run_record import fingerprint
 from configs.schema.target import IDENTITY, TargetConfig
@@ -125,9 +125,7 @@ class TargetIdentity:
         try:
             return TypeAdapter(cls).validate_python(values)
         except ValidationError as error:
-            finding = error.errors(include_url=False)[0]
-            name = ".".join(map(str, finding["loc"]))
-            raise InputError(f"{where}: the target's identity is damaged: {name}: {finding['msg']}") from error
+            raise InputError(f"{where}: the target's identity is damaged: {first_finding(error)}") from error
 
     def differences(self, other: TargetIdentity) -> list[str]:
         """Name what differs from `other`, in words; names and revisions may."""

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
-from configs.runtime.errors import InputError, first_line
+from configs.runtime.errors import InputError, first_finding, first_line
 from configs.runtime.files import new_folder
 from configs.schema.heads import LayerSettings
 from heads.artifact import write_rest
@@ -64,8 +64,7 @@ def fit(external: ExternalDraft, target: PreTrainedModel) -> Fitted:
     try:
         settings: Any = FAMILIES[external.kind].settings.model_validate(dict(external.settings) | fitted)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise InputError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}") from error
+        raise InputError(f"{first_finding(error)}, got {error.errors()[0]['input']!r}") from error
     head = FAMILIES[external.kind].build(settings, target, vocabulary)
     own = {name: tuple(value.shape) for name, value in head.state_dict().items()}
     if external.placed is not None:
