@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from eval.measure.suite import Suite, Turns, fit_suite, load_suites, trained_on
 from eval.quality import check_references, judge_quality
 from eval.report.build import build_report
 from eval.report.page import render_html
-from eval.report.schema import Report, SpeedSection, write_report
+from eval.report.schema import Report, SpeedSection, parse_report, write_report
 from eval.report.tables import render_markdown
 from eval.speed import find_meter, summarise_energy
 from eval.timing import predict_speed, sweep_rounds
@@ -111,15 +111,18 @@ def evaluate(config: EvalConfig) -> int:
         return DONE
     records = tallies[suites[0].name]
     laps.done("decoding")
-    known = partial(
-        build_report,
-        suites=[(suite, tallies[suite.name]) for suite in loaded.suites],
-        energy=None if meter is None else summarise_energy(records.timings, meter),
-        warnings=[*loaded.draft.warnings, *_warnings(config, loaded, tallies)],
-        **_describe(config, loaded),
-    )
+    report = None
     if state.is_main_process:
-        write_report(output / PARTIAL, known(lossless=UNCHECKED, quality=None))
+        report = build_report(
+            suites=[(suite, tallies[suite.name]) for suite in loaded.suites],
+            lossless=UNCHECKED,
+            quality=None,
+            energy=None if meter is None else summarise_energy(records.timings, meter),
+            warnings=[*loaded.draft.warnings, *_warnings(config, loaded, tallies)],
+            **_describe(config, loaded),
+        )
+        write_report(output / PARTIAL, report)
+    laps.done("report")
     # All groups of processes that share the target run it in the checks, and load it anew.
     answers = {mode: [each for tally in tallies.values() for each in tally.of(mode)] for mode in records.modes}
     plain = answers.pop(AUTOREGRESSIVE)
@@ -127,10 +130,10 @@ def evaluate(config: EvalConfig) -> int:
     laps.done("losslessness")
     quality = judge_quality(target, records, suites[0].prompts, config.quality)
     laps.done("quality")
-    if not state.is_main_process:
+    if report is None:  # not the main process
         state.wait_for_everyone()
         return DONE
-    report = known(lossless=lossless, quality=quality)
+    report = parse_report(report.to_dict() | {"lossless": lossless, "quality": quality}, "the report just built")
     if target.group is not None:
         state.wait_for_everyone()  # the first process is the one that the others meet at
     laps.done("report")

@@ -111,8 +111,10 @@ def _decoded_in_all(
     }
     keys = [key for each in plain if (key := (each.prompt_id, each.turn)) not in undecoded]
     kept = set(keys[:: max(1, math.ceil(len(keys) / most))])
-    modes = {mode: [each for _, each in pair_answers(plain, answers)] for mode, answers in by_mode.items()}
-    chosen = {mode: [each for each in answers if (each.prompt_id, each.turn) in kept] for mode, answers in modes.items()}
+    chosen = {
+        mode: [other for one, other in pair_answers(plain, answers) if (one.prompt_id, one.turn) in kept]
+        for mode, answers in by_mode.items()
+    }
     return [each for each in plain if (each.prompt_id, each.turn) in kept], chosen
 
 

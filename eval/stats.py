@@ -128,13 +128,12 @@ def sign_flip_p_value(differences: Column) -> float:
     """
     own_D = np.asarray(differences, np.float64)
     own_D = own_D[own_D != 0]
+    least = own_D.sum() - TINY * np.abs(own_D).sum()
     if len(own_D) <= EXACT_FLIPS:
-        flips_SD = np.array(list(itertools.product((1.0, -1.0), repeat=len(own_D))))
-        return float((flips_SD @ own_D >= own_D.sum() - TINY * np.abs(own_D).sum()).mean())
+        return float((np.array(list(itertools.product((1.0, -1.0), repeat=len(own_D)))) @ own_D >= least).mean())
     generator = np.random.default_rng(0)
     flips = (generator.choice((1.0, -1.0), (1000, len(own_D))) for _ in range(NUM_FLIPS // 1000))
-    as_large = sum(int((flips_SD @ own_D >= own_D.sum() - TINY * np.abs(own_D).sum()).sum()) for flips_SD in flips)
-    return (1 + as_large) / (1 + NUM_FLIPS)
+    return (1 + sum(int((flips_SD @ own_D >= least).sum()) for flips_SD in flips)) / (1 + NUM_FLIPS)
 
 
 # --- detectable effects -------------------------------------------------------------------------------------------

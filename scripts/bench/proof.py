@@ -25,7 +25,8 @@ from configs.schema.target import TargetConfig
 from eval.decoder.decode import decode
 from eval.decoder.records import Generation, Request
 from eval.decoder.verifier import Verifier
-from eval.measure.suite import load_suite
+from eval.measure.interleaved import in_batches
+from eval.measure.suite import Turns, load_suite
 from eval.stats import ratio_interval
 from eval.teacher_forcing import check_modes, read_answers
 from heads.frozen.loading import Target, load_target
@@ -71,12 +72,7 @@ def prove(config: ProofBenchConfig) -> int:
 def judge_decoders(config: ProofBenchConfig, dtype: str) -> list[dict[str, Any]]:
     """Return how often each decoder's answers are refused where `num_prompts` of them are judged."""
     target = load_target(config.target.model_copy(update={"dtype": dtype}), for_chats=True)
-    prompts = load_suite(config.suite).prompts
-    tokens = [target.encode_chat([{"role": "user", "content": each.turns[0]}]) for each in prompts]
-    requests = [
-        Request(prompt_id=each.prompt_id, category=each.category, tokens=tuple(ids))
-        for each, ids in zip(prompts, tokens, strict=True)
-    ]
+    requests = Turns(target, load_suite(config.suite).prompts).first
     alone = config.decode.model_copy(update={"batch_size": 1, "num_speculative_tokens": 5})
     plain = answers_of(target, requests, config.decode, drafts=False)
     modes = {"sound": answers_of(target, requests, config.decode), "sound, alone": answers_of(target, requests, alone)}
@@ -106,9 +102,7 @@ def judge_decoders(config: ProofBenchConfig, dtype: str) -> list[dict[str, Any]]
 def answers_of(target: Target, requests: Sequence[Request], config: DecodeConfig, *, drafts: bool = True) -> list[Generation]:
     """Decode prompts of similar lengths together, by prompt lookup's drafts or by none."""
     found: list[Generation] = []
-    by_length = sorted(requests, key=lambda each: len(each.tokens))
-    for start in range(0, len(by_length), config.batch_size):
-        batch = by_length[start : start + config.batch_size]
+    for batch in in_batches(sorted(requests, key=lambda each: len(each.tokens)), config.batch_size):
         found += decode(target, batch, config, PromptLookup(target.device) if drafts else None)[0]
     return found
 
