@@ -138,7 +138,7 @@ class Tally:
     """The generations and timings of a suite, counted a batch of prompts at a time.
 
     A round may draft at most `num_positions` tokens, in some modes others. Memory grows with the prompts' tokens and timings,
-    not with the rounds, which lie on disk (`eval.measure.record_files`).
+    not with the rounds, which lie on disk (`records.jsonl`).
     """
 
     def __init__(self, num_positions: int, by_mode: Mapping[str, int] | None = None) -> None:

@@ -24,8 +24,7 @@ from configs.runtime.terminal import progress
 from configs.schema.evaluation import EvalConfig
 from eval.acceptance import Tally
 from eval.decoder.decode import Request, decode
-from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP, Generation, Timing
-from eval.measure.record_files import BatchFiles, Records
+from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP, BatchFiles, Generation, Records, Timing
 from eval.measure.suite import Turns
 from eval.speed import Meter
 from heads.frozen.loading import Target
@@ -53,7 +52,7 @@ def measure_share(
     """Decode this process's share of the prompts; return what all processes measured, by suite, in the main one.
 
     The others have None, but where processes share the target, all have it. Writes `records.jsonl` into `config.output`, and
-    leaves there what a run with the same `job` resumes from (`eval.measure.record_files.drop_batches`).
+    leaves there what a run with the same `job` resumes from (`eval.decoder.records.drop_batches`).
     """
     by_suite = [list(requests) for _, requests in itertools.groupby(turns.first, key=lambda request: request.suite)]
     batches = [batch for requests in by_suite for batch in in_batches(requests, config.decode.batch_size)]

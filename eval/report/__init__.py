@@ -1,4 +1,4 @@
-"""The report of an evaluation: its typed model, how it is built, compared and rendered.
+"""The report of an evaluation: its typed model, how it is compared and rendered.
 
-Enter with `load_report`; `eval.report.build` makes a report, `eval.report.page` and `eval.report.tables` render it.
+Enter with `load_report`; `eval.evaluation` makes a report, `eval.report.page` and `eval.report.tables` render it.
 """

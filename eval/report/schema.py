@@ -1,4 +1,4 @@
-"""`report.json` as one typed model: what `eval.report.build` makes, and what the gate, the pages and the model card read.
+"""`report.json` as one typed model: what `eval.evaluation` makes, and what the gate, the pages and the model card read.
 
 `load_report` and `write_report` are the only ways from and to disk. Measured sections take no field that is not named;
 descriptions of what was measured (target, draft, decode, losslessness) may carry more. `None`: not available in this run. The

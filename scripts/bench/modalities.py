@@ -31,8 +31,7 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import read_json
 from configs.schema.base import PositiveInt, Settings, Share
 from configs.schema.target import AudioConfig
-from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
-from eval.measure.record_files import RECORDS, read_records
+from eval.decoder.records import AUTOREGRESSIVE, RECORDS, SPECULATIVE, read_records
 from heads.frozen.media import read_sound
 from scripts.bench.harness import evaluate, run_config, write_results
 

@@ -7,8 +7,8 @@ from accelerate.state import AcceleratorState
 
 from configs.schema.evaluation import LosslessConfig
 from configs.schema.target import TargetConfig
+from eval.decoder.records import RECORDS, read_records
 from eval.evaluation import evaluate
-from eval.measure.record_files import RECORDS, read_records
 from tests.support.evaluations import report_in, tiny_evaluation
 
 pytestmark = pytest.mark.device

@@ -11,8 +11,8 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import EvalConfig, LosslessConfig, SuiteConfig
 from configs.schema.target import TargetConfig
 from eval.decoder.decode import Request
+from eval.decoder.records import Records
 from eval.measure.interleaved import Follow, Measurement, in_batches
-from eval.measure.record_files import Records
 from eval.report.schema import Report, load_report
 from heads.frozen.loading import Target
 from heads.proposers.protocol import Proposer

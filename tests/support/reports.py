@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from eval.acceptance import Tally
-from eval.report.build import build_report
+from eval.evaluation import build_report
 from eval.report.schema import Report, parse_report
 
 REMOVED = object()  # as a changed value: the field is not there

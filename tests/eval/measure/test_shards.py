@@ -15,9 +15,17 @@ from accelerate import PartialState
 import eval.measure.interleaved
 from configs.runtime.errors import InputError
 from eval.decoder.decode import decode
-from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP
+from eval.decoder.records import (
+    AUTOREGRESSIVE,
+    RECORDS,
+    SPECULATIVE,
+    WITH_LOOKUP,
+    BatchFiles,
+    Records,
+    drop_batches,
+    read_records,
+)
 from eval.evaluation import evaluate
-from eval.measure.record_files import RECORDS, BatchFiles, Records, drop_batches, read_records
 from tests.support.evaluations import report_in, tiny_evaluation, write_suite
 from tests.support.reports import numbers_of
 

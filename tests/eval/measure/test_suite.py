@@ -13,9 +13,8 @@ from configs.runtime.files import CHECKOUT
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import EvalConfig, SuiteConfig
 from distill.generation.prompts import Prompt
-from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Generation
+from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Generation, read_records
 from eval.evaluation import evaluate
-from eval.measure.record_files import read_records
 from eval.measure.suite import Turns, load_suite
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.lookup import PromptLookup
