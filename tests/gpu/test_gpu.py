@@ -19,8 +19,8 @@ from heads.frozen.loading import load_target
 from heads.modules.output_head import HeadModule
 from heads.proposers.lookup import PromptLookup
 from heads.vocabulary import DraftVocabulary
-from tests.support.artifacts import save_artifact
 from tests.support.launches import BLOCKS, Launches, head_of, run_under_way, tiny_batch, tiny_target
+from tests.support.tiny_heads import save_artifact
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 

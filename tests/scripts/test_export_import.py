@@ -20,8 +20,8 @@ from heads.formats.exporting.exporter import FORMS, PACKAGE
 from heads.frozen.loading import load_target
 from heads.metadata import read_metadata
 from heads.proposers.vllm_suffix_lookup import ANSWERS
-from tests.support.artifacts import save_artifact
 from tests.support.caches import random_conversations, write_rows
+from tests.support.tiny_heads import save_artifact
 
 importing = importlib.import_module("scripts.import_draft")
 exporting = importlib.import_module("scripts.export")

@@ -19,9 +19,9 @@ from heads.families.registry import FAMILIES
 from heads.frozen.identity import hash_weights
 from heads.metadata import PROMPTS_FILE, WEIGHTS_FILE, hash_artifact, read_metadata
 from tests.scripts.conftest import PLANTED, change, judge
-from tests.support.artifacts import save_artifact
 from tests.support.mtp_checkpoints import module_tensors
 from tests.support.reports import numbers_of
+from tests.support.tiny_heads import save_artifact
 
 PEM = "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXktdjEAAAAABG5vbmU\n-----END OPENSSH PRIVATE KEY-----\n"
 DOCKER = json.dumps({"auths": {"registry.example": {"auth": "YWxpY2U6cGFzc3dvcmQ="}}})

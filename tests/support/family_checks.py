@@ -36,7 +36,7 @@ from heads.modules.interface import NO_DOCUMENT, Batch
 from heads.proposers.protocol import RoundInputs, TargetReader
 from heads.sampling.draws import CounterRNG
 from heads.vocabulary import DraftVocabulary
-from tests.support.artifacts import save_artifact
+from tests.support.tiny_heads import save_artifact
 
 VOCAB_SIZE = 64
 SMALL = {

@@ -1,9 +1,13 @@
-"""Settings of small heads, one a family, for targets of three blocks; and what drafts from something else than it should."""
+"""Settings of small heads, one a family, for targets of three blocks; what drafts from something else than it should, and heads
+written as artifacts."""
 
 import dataclasses
 
 import torch
 
+from heads.artifact import save_head
+from heads.frozen.identity import TargetIdentity
+from heads.metadata import head_metadata
 from heads.proposers.protocol import TargetReader
 
 HEADS = {
@@ -58,3 +62,11 @@ def place_early(states):
 def other_order(states):
     """Join the taps from the last to the first."""
     return dataclasses.replace(states, taps_ABTE=states.taps_ABTE[::-1])
+
+
+def save_artifact(folder, head, identity, vocabulary=None, *, vocab_size=64, num_speculative_tokens=3, provenance=None):
+    """Write a head as an artifact; return its metadata. `identity` is the target's, as a dict; `vocabulary`: a reduced one."""
+    known = {"num_speculative_tokens": num_speculative_tokens, "training": {}, "provenance": provenance or {}}
+    metadata = head_metadata(head.settings, head.taps, TargetIdentity(**identity), vocabulary, vocab_size, **known)
+    save_head(folder, head, metadata, vocabulary)
+    return metadata

@@ -14,7 +14,7 @@ from heads.formats.exporting.exporter import export
 from heads.formats.exporting.source import TargetFolder, read_source
 from heads.frozen.loading import load_target
 from tests.support import family_checks as checks
-from tests.support.artifacts import save_artifact
+from tests.support.tiny_heads import save_artifact
 
 
 class Written:
