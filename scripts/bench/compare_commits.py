@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import importlib.util
 import json
 import os
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +49,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         runs: tuple[list[Path], list[Path]] = ([], [])
-        make_target(work / "target", width=256 if given.speed else 64)
+        importlib.import_module("transformers")  # once, for all children
+        _in_a_child(lambda: make_target(work / "target", width=256 if given.speed else 64))
         roots = [_checkout(name, work / f"tree-{number}") for number, name in enumerate((given.base, given.head))]
         try:
             for turn in range(given.speed or 1):
-                for side in (0, 1) if turn % 2 == 0 else (1, 0):
+                for side in (0, 1):
                     runs[side].append(work / f"run-{turn}-{side}")
-                    do_work(roots[side], runs[side][-1])
+                both = [do_work(roots[side], runs[side][-1]) for side in ((0, 1) if turn % 2 == 0 else (1, 0))]
+                for _ in zip(*both, strict=True):  # command by command: the machine's speed drifts within minutes
+                    pass
             return print_speed(*runs) if given.speed else print_differences(results(runs[0][0]), results(runs[1][0]))
         finally:
             for root in roots:
@@ -74,7 +79,7 @@ def _checkout(name: str, folder: Path) -> Path:
 
 
 def make_target(folder: Path, width: int) -> None:
-    """Write a random Llama with a tokenizer of words, and prompts beside it. What is imported here is so for all children."""
+    """Write a random Llama with a tokenizer of words, and prompts beside it."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -96,13 +101,15 @@ def make_target(folder: Path, width: int) -> None:
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def do_work(root: Path, output: Path) -> None:
+def do_work(root: Path, output: Path) -> Iterator[None]:
+    """Make data, train and evaluate with a checkout's code; yield after each command."""
     target = {"name": str(output.parent / "target"), "dtype": "float32", "device": "cpu"}
     prompts = f"{target['name']}/prompts.jsonl"
     source = {"source": "file", "path": prompts, "num_prompts": 60}
     answers = {"max_new_tokens": 32, "temperature": 1.0, "batch_size": 8}
     data = {"target": target, "prompts": source, "answers": answers, "held_out_share": 0.3}
     _run(root, ("scripts.data", "scripts.make_data"), output / "data", data)
+    yield
     files = {name: str(output / "data" / f"{name}.jsonl") for name in ("train", "held_out")}
     for name, draft in DRAFTS.items():
         schedule = {"batch_size": 4, "max_steps": 20, "log_every_steps": 1, "mixed_precision": "no", "trackers": []}
@@ -110,10 +117,12 @@ def do_work(root: Path, output: Path) -> None:
         config["schedule"] = schedule | draft.get("schedule", {})
         config |= {} if name == "draft_lm" else {"sanity": {"enabled": False}}
         _run(root, ("train.distill" if name == "draft_lm" else "train.heads",), output / name, config)
+        yield
         for way, decode in DECODINGS[name].items():
             config = {"target": target, "draft": str(output / name / "artifact"), "baselines": []}
             config |= {"decode": {"max_new_tokens": 32, **decode}, "suite": {"path": prompts, "num_prompts": 16}, "repeats": 1}
             _run(root, ("eval.run",), output / f"{name}, {way}", config)
+            yield
 
 
 def _run(root: Path, modules: tuple[str, ...], output: Path, config: dict[str, Any]) -> None:
@@ -121,25 +130,35 @@ def _run(root: Path, modules: tuple[str, ...], output: Path, config: dict[str, A
     output.parent.mkdir(exist_ok=True)
     config_file, log = (output.with_name(output.name + ending) for ending in (".yaml", ".log"))
     config_file.write_text(json.dumps({**config, "output": str(output)}))
-    if (child := os.fork()) == 0:
+
+    def command() -> None:
         with log.open("w") as stream:
             os.dup2(stream.fileno(), 1)
             os.dup2(stream.fileno(), 2)
+        os.chdir(root)
+        sys.path[0] = str(root)
+        module = next(name for name in modules if importlib.util.find_spec(name) is not None)
+        sys.argv = [module, "--config", str(config_file)]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+    if code := _in_a_child(command):
+        sys.exit(f"error: {modules[0]} in {root} ended with {code}:\n{log.read_text()[-3000:]}")
+
+
+def _in_a_child(work: Callable[[], None]) -> int:
+    """Do some work in a forked process and return its exit code; this one starts no threads, which a fork would lose."""
+    if (child := os.fork()) == 0:
         code = 70
         try:
-            os.chdir(root)
-            sys.path[0] = str(root)
-            module = next(name for name in modules if importlib.util.find_spec(name) is not None)
-            sys.argv = [module, "--config", str(config_file)]
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            work()
+            code = 0
         except SystemExit as end:
             code = int(end.code or 0)
         except Exception:
             traceback.print_exc()
         sys.stderr.flush()
         os._exit(code)
-    if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
-        sys.exit(f"error: {modules[0]} in {root} ended with {code}:\n{log.read_text()[-3000:]}")
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def results(output: Path) -> dict[str, Any]:
