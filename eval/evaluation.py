@@ -55,6 +55,7 @@ NOT_IN_FINGERPRINT = {"lossless", "cost", "quality", "output", "overwrite"}
 PARTIAL = "report.partial.json"  # what was measured, before the answers are checked: a check may run out of memory
 UNCHECKED = {"verdict": "inconclusive", "checked_prompts": 0, "divergences": []}
 SUBJECT = ("target.name", "target.revision", "draft", "suite.path", "suite.subset", "suite.split")  # what a report is of
+LEARNING = ("suffix_lookup", WITH_LOOKUP)  # ways of decoding that remember answers (`eval.measure.interleaved`)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,4 +327,5 @@ def _other_way(records: Tally, mode: str, above: str, below: str) -> dict[str, A
         **{name: acceptance[name] for name in ("tokens_per_target_step", "tokens_per_target_step_ci")},
         **compare_speed(records.timings if timed else [], mode),
         **summarise_advantage(records.timings, counts, above, below),
+        "learns_from_prompts": mode in LEARNING,
     }

@@ -1,10 +1,10 @@
 """Judging a report by a gate: pass, fail, or inconclusive where the interval contains the threshold.
 
 Some checks no rule can switch off: a run must have answered every prompt it was asked, the losslessness verdict must be one
-that the gate allows, and the draft must be the one that is to be released, made for the target it was measured with. A baseline
-report that cannot be compared with is refused. Rules judge an interval, not its point, each at the report's own level: a gate
-of twenty rules is not corrected for their number, because all of them have to pass. Torch-free and pure; `eval.gate` is the
-command.
+that the gate allows, and the draft must be the one that is to be released, made for the target it was measured with; where an
+engine has served it, that must have gone well. A baseline report that cannot be compared with is refused. Rules judge an
+interval, not its point, each at the report's own level: a gate of twenty rules is not corrected for their number, because all
+of them have to pass. Torch-free and pure; `eval.gate` is the command.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,8 +22,8 @@ from pydantic import BaseModel
 from configs.runtime.errors import InputError
 from configs.schema.evaluation import RELATIVE, GateConfig, GateRule
 from configs.schema.target import IDENTITY
-from eval.report.comparison import differences, prompt_differences, speed_change, tau_change
-from eval.report.schema import PromptsSection, Report, SuiteSection
+from eval.report.comparison import differences, prompt_differences, served_change, speed_change, tau_change
+from eval.report.schema import PromptsSection, Report, ServedSection, SuiteSection
 from eval.report.tables import Table, as_markdown_table, as_text, code, escape
 from eval.report.text import (
     UNTESTED,
@@ -41,7 +41,11 @@ from eval.stats import Interval
 
 PAIRED = dict(zip(RELATIVE, (tau_change, speed_change), strict=True))
 EVERY_CATEGORY = "by_category.*."
-WORTH = re.compile(r"tokens_per_target_step|speed")  # in a metric's path: what the draft is worth
+# Metrics that say what the draft is worth: tau, speed, and ratios of these to another way of decoding.
+WORTH = re.compile(
+    r"(by_category\..+\.)?(acceptance\.tokens_per_target_step(_macro)?|speed\.(decode|end_to_end)_speedup)|baselines\..+_ratio"
+)
+SERVED_SHARE = 0.9  # of the report's tau, below which an engine's fails whatever the gate asks for
 MORE_THAN_ONE = math.nextafter(1.0, math.inf)  # a draft that only equals what is free is not worth its training
 
 
@@ -67,8 +71,14 @@ def read_artifact(folders: Sequence[str | Path]) -> Artifact:
     return Artifact(sha256=hash_together(hashes), target={key: agreed(each[key] for each in made_for) for key in IDENTITY})
 
 
-def judge(report: Report, config: GateConfig, baseline: Report | None = None, artifact: Artifact | None = None) -> GateVerdict:
-    """Apply the checks that always hold, then every rule."""
+def judge(
+    report: Report,
+    config: GateConfig,
+    baseline: Report | None = None,
+    artifact: Artifact | None = None,
+    served: ServedSection | None = None,
+) -> GateVerdict:
+    """Apply the checks that always hold, then every rule; `served` is what an engine said of the draft."""
     if baseline is not None:
         _check_baseline(report, baseline, config)
     findings = [_judge_lossless(report, config), _judge_prompts(report, config)]
@@ -79,9 +89,8 @@ def judge(report: Report, config: GateConfig, baseline: Report | None = None, ar
         reason = "the draft does not say what it was trained on: allow_unknown_training takes it nevertheless"
         findings.append(_finding("training prompts", "unknown", "known", reason, "inconclusive"))
     findings.append(_judge_provenance(report, config, artifact))
-    if not config.must_beat and not any(WORTH.search(rule.metric) for rule in config.rules):
-        reason = "no rule is on tokens per target step or speed: the gate does not ask what the draft is worth"
-        findings.append(_finding("rules", float(len(config.rules)), "one on tau or speed", reason, "inconclusive"))
+    findings += _judge_served(report, config, served)
+    findings += judge_rules(config)
     for rule in config.rules:
         findings += _judge_rule(report, rule, baseline)
     for name in config.must_beat:
@@ -173,7 +182,38 @@ def _judge_provenance(report: Report, config: GateConfig, artifact: Artifact | N
     return _finding("provenance", short(draft.sha256), required, reason)
 
 
+def _judge_served(report: Report, config: GateConfig, served: ServedSection | None) -> list[Finding]:
+    """Judge what an engine said of this draft: its answers, and its tokens per target step against the report's."""
+    share = config.served_tau_ratio
+    known = {report.draft.sha256, report.draft.measured_sha256}
+    if served is None or served.draft_sha256 not in known or served.passed is None:
+        reason = "" if share is None else "run draftsmith check on the export, and give its result by --check"
+        reason += "" if not reason or served is None else f": {served.reason or 'the one at hand is of another draft'}"
+        return [_finding("engine", "not checked in an engine", "a check of the export", reason, "inconclusive")]
+    where = f"{served.engine} {served.version}"
+    findings = [_finding("engine", where, "answers are the target's, drafts are accepted", served.reason or "")]
+    change = served_change(report, served) if served.passed else None
+    if change is not None:
+        least = SERVED_SHARE if share is None else share
+        required = f"{'not below' if share is None else 'at least'} {least:g} times the report's"
+        found = _held(f"tokens_per_target_step in {served.engine}", change.ratio, required, least)
+        is_enough = share is None and found.outcome == "inconclusive"
+        findings.append(replace(found, outcome="pass", reason="") if is_enough else found)
+    elif share is not None and served.passed:
+        reason = "the engine and the report have other prompts, drafts a round or sampling: check and measure alike"
+        findings.append(_finding(f"tokens_per_target_step in {served.engine}", "not compared", "", reason, "inconclusive"))
+    return findings
+
+
 # --- rules ----------------------------------------------------------------------------------------------------------
+
+
+def judge_rules(config: GateConfig) -> list[Finding]:
+    """Return that a gate cannot pass which asks for no least tau or speed; nothing for one that does."""
+    if config.must_beat or any(rule.min is not None and WORTH.fullmatch(rule.metric) for rule in config.rules):
+        return []
+    reason = "no rule asks for a least tokens per target step or speed: the gate does not ask what the draft is worth"
+    return [_finding("rules", float(len(config.rules)), "one on tau or speed", reason, "inconclusive")]
 
 
 def _judge_rule(report: Report, rule: GateRule, baseline: Report | None) -> list[Finding]:
@@ -205,8 +245,9 @@ def _judge_against_untrained(section: SuiteSection, name: str, where: str) -> li
     ratios = {"tokens_per_target_step": "tokens_per_target_step_ratio", "decode_speedup": "decode_speed_ratio"}
     rival = name if fastest is None else f"{fastest[0]}, the fastest without training"
     found = {metric: known[name].interval_of(ratio) for metric, ratio in ratios.items()}
+    required = "more than 1 times" + (" (prompts not independent)" if known[name].learns_from_prompts else "")
     return [
-        _held(f"{metric} against {rival}{where}", Interval(point, *(bounds or ())), "more than 1 times", MORE_THAN_ONE)
+        _held(f"{metric} against {rival}{where}", Interval(point, *(bounds or ())), required, MORE_THAN_ONE)
         for metric, (point, bounds) in found.items()
         if fastest is None or metric == "decode_speedup"
     ]

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from configs.schema.base import (
     NonNegativeFloat,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     Settings,
     unless_once,
@@ -235,6 +236,9 @@ class GateConfig(Settings):
     # Ways to decode that need no training, measured in the same run: on every suite both tau and speed must lie above theirs;
     # `fastest`: the speed above that of whichever of them is the fastest there
     must_beat: list[FreeDraft | Literal["fastest"]] = []
+    # Tokens per target step in the engine (`draftsmith check`) over the report's on the same prompts, at least. None: a draft
+    # that was not tried in an engine passes, one whose interval there lies below 0.9 does not
+    served_tau_ratio: PositiveFloat | None = None
     allow_unknown_training: bool = False  # the draft may be one that does not say on which prompts it was trained
     suite_sha256: str | None = None  # what the report's prompts must hash to (its prompts.sha256)
     allow_target_mismatch: bool = False  # the draft may have been made for other weights than those it was measured with

@@ -1,9 +1,10 @@
 """Interleaved measurement: each batch is decoded plainly, with the draft and with the baselines, repeat by repeat.
 
-All modes use the same decoder on the same text and count the same token ids. They alternate so that a drift of the machine's
-speed affects all of them alike. What is timed is not measured otherwise: the draft's distributions are compared with the
-target's in a pass of their own, which must give the same tokens. The processes of `accelerate launch` share batches that are
-cut from the prompts of each suite before, so that the same rows are decoded together however many processes there are.
+All modes use the same decoder on the same text and count the same token ids. They alternate, in the reverse order every other
+time, so that a drift of the machine's speed affects all of them alike. What is timed is not measured otherwise: the draft's
+distributions are compared with the target's in a pass of their own, which must give the same tokens. The processes of
+`accelerate launch` share batches that are cut from the prompts of each suite before, so that the same rows are decoded together
+however many processes there are.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def measure_share(
             if number in finished:
                 measurement.teach(files.read(number))
                 continue
-            records = measurement.measure_batch(batches[number])
+            records = measurement.measure_batch(batches[number], place=number // share.count)
             if share.writes:
                 files.write(number, records)
             advance(sizes[number])
@@ -122,7 +123,7 @@ def drafts_by_mode(config: EvalConfig) -> dict[str, int]:
 
 
 class Measurement:
-    """Decodes batches in every mode, plain decoding first; a meter is read before and after each decode."""
+    """Decodes batches in every mode; a meter is read before and after each decode."""
 
     def __init__(
         self,
@@ -150,11 +151,11 @@ class Measurement:
         for batch, (mode, proposer) in itertools.product(batches[:count], self.modes.items()):
             decode(self.target, batch, self.settings[mode], proposer)
 
-    def measure_batch(self, batch: Sequence[Request]) -> Records:
-        """Decode all turns of a batch, each in every mode, `config.repeats` times."""
+    def measure_batch(self, batch: Sequence[Request], place: int = 0) -> Records:
+        """Decode all turns of a batch, this process's `place`-th, each in every mode, `config.repeats` times."""
         records = Records()
         while batch:
-            turn = self._measure_turn(batch)
+            turn = self._measure_turn(batch, place)
             records.extend(turn)
             if self.follow is None:
                 break
@@ -169,10 +170,12 @@ class Measurement:
                 for generation in records.of(mode):
                     proposer.learn(generation.tokens)
 
-    def _measure_turn(self, batch: Sequence[Request]) -> Records:
-        records = Records()
+    def _measure_turn(self, batch: Sequence[Request], place: int) -> Records:
+        """Decode in every mode by turns, whose order is that of `modes` where `place` and repeat sum to an even number."""
+        records, modes = Records(), list(self.modes)
         failed: set[str] = set()
-        for repeat, mode in itertools.product(range(self.config.repeats), self.modes):
+        for repeat, number in itertools.product(range(self.config.repeats), range(len(modes))):
+            mode = modes[-1 - number if (place + repeat) % 2 else number]
             try:
                 generations, timing = self._decode(batch, mode, repeat)
             except RuntimeError:  # raised by torch where memory runs out or a kernel fails
@@ -183,6 +186,7 @@ class Measurement:
                 continue
             records.timings.append(timing)
             records.generations += generations if repeat == 0 else []
+        records.generations.sort(key=lambda each: modes.index(each.mode))
         if not failed:
             self._measure_untimed(batch, records)
         self.teach(records)
@@ -193,8 +197,8 @@ class Measurement:
         return Records([*decoded, *(request.answered(mode, "error") for mode in sorted(failed) for request in batch)])
 
     def _measure_untimed(self, batch: Sequence[Request], records: Records) -> None:
-        """Decode once more with the draft, untimed, to compare its distributions with the target's."""
-        if SPECULATIVE not in self.modes:
+        """Decode once more with the draft, untimed, to compare its distributions with the target's; a tree has none."""
+        if SPECULATIVE not in self.modes or self.settings[SPECULATIVE].tree is not None:
             return
         again = iter(self._decode(batch, SPECULATIVE, 0, measure_overlap=True)[0])
         for number, each in enumerate(records.generations):

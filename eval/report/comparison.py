@@ -17,7 +17,7 @@ import numpy as np
 
 from configs.runtime.errors import InputError
 from configs.schema.target import IDENTITY
-from eval.report.schema import BatchSection, PromptsSection, Report, SuiteSection
+from eval.report.schema import BatchSection, PromptsSection, Report, ServedSection, SuiteSection
 from eval.report.tables import Table, as_markdown_table, escape
 from eval.report.text import VERDICTS, interval, number, short, speedup, tau, warnings
 from eval.stats import Column, Floats, Interval, statistic_interval
@@ -26,6 +26,7 @@ Aspect = Literal["target", "suite", "decode", "machine"]
 MACHINE = ("cpu", "cores", "device", "threads", "processes")
 FIXED: tuple[Aspect, ...] = ("target", "suite")  # in which reports must agree for their numbers to be compared
 SOFTWARE = ("torch", "transformers")  # whose versions decide the seconds too
+Counts = Mapping[str, Sequence[int]]  # prompt id -> [committed tokens, rounds]
 OF_SUFFIX_LOOKUP = ("lookup_expects", "lookup_answer_tokens")  # which is measured beside the draft
 
 
@@ -105,9 +106,24 @@ def tau_change(report: Report, other: Report, suite: str | None = None) -> Chang
     The suite is a further one of both, or the first.
     """
     ours, theirs = (section.acceptance.per_prompt for section in _sections(report, other, suite))
-    common = [prompt_id for prompt_id in ours if prompt_id in theirs]
-    if not common:
+    if ours.keys().isdisjoint(theirs):
         raise InputError("the reports cannot be compared: they have no answered prompt in common")
+    return _counts_change(ours, theirs)
+
+
+def served_change(report: Report, served: ServedSection) -> Change | None:
+    """Return how tokens per target step in an engine compare with the report's, on the prompts of both.
+
+    `None` where no suite is of the engine's file, or the two decode otherwise: drafts a round, tree, temperature.
+    """
+    decode = report.decode
+    sections = [each for each in (report, *report.suites.values()) if each.prompts.sha256 == served.prompts_sha256]
+    alike = decode.num_speculative_tokens == served.num_speculative_tokens and decode.tree is None and decode.temperature == 0
+    return _counts_change(served.per_prompt, sections[0].acceptance.per_prompt) if alike and sections else None
+
+
+def _counts_change(ours: Counts, theirs: Counts) -> Change | None:
+    common = [prompt_id for prompt_id in ours if prompt_id in theirs]
     columns = [[counts[prompt_id][column] for prompt_id in common] for counts in (ours, theirs) for column in (0, 1)]
     return _change(lambda sums: sums[0] / sums[1], columns)
 

@@ -16,6 +16,7 @@ from configs.runtime.errors import InputError, first_finding
 from configs.runtime.files import check_readable, read_json, write_json
 
 SCHEMA_VERSION = 1  # rises when a field changes its meaning or goes away
+CHECK_FILE = "check.json"  # of `draftsmith check`
 
 Number = float | None
 Count = Annotated[int, Field(ge=0)]
@@ -324,6 +325,9 @@ class OtherWaySection(SpeedupSection):
     tokens_per_target_step_ratio_ci: Bounds
     decode_speed_ratio: Number
     decode_speed_ratio_ci: Bounds
+    learns_from_prompts: bool = False
+    """Whether each answer helps to draft those to later prompts, of the same process. Prompts are not independent then, which
+    intervals take them for: those of this way and of ratios with it may be too narrow."""
 
 
 class SuiteSection(ClosedSection):
@@ -337,8 +341,7 @@ class SuiteSection(ClosedSection):
     baselines: dict[str, OtherWaySection]
     """Other ways to decode, measured in the same run on the same prompts. Prompt lookup copies drafts from the text so far.
     Suffix lookup counts what followed in it, in `decode.lookup_answer_tokens` of earlier answers, and in the answers to prompts
-    that the same process decoded before. A ratio is this draft's number over theirs,
-    on the same prompts."""
+    that the same process decoded before. A ratio is this draft's number over theirs, on the same prompts."""
     with_lookup: OtherWaySection | None = None
     """The same draft with suffix lookup, which takes a round where it expects `decode.lookup_expects` accepted drafts or more.
     A ratio is its number over the draft's alone."""
@@ -390,6 +393,29 @@ def report_file(path: str | Path) -> Path:
         return path
     check_readable(path)
     return path / "report.json"
+
+
+class ServedSection(OpenSection):
+    """What an engine said of the draft: the part of `draftsmith check`'s `check.json` that the gate reads."""
+
+    engine: str
+    checked: bool
+    passed: bool | None
+    reason: str | None
+    version: str | None
+    draft_sha256: str | None
+    num_speculative_tokens: Count | None
+    prompts_sha256: str | None
+    per_prompt: dict[str, CountPair]
+
+
+def load_check(path: Path) -> ServedSection:
+    """Read what `draftsmith check` wrote: its `check.json`, or the folder that has it."""
+    path = path / CHECK_FILE if path.is_dir() else path
+    try:
+        return ServedSection.model_validate(read_json(path, "engine check"))
+    except ValidationError as error:
+        raise InputError(f"engine check {path}: {first_finding(error, 'check')}; run draftsmith check again") from error
 
 
 def write_report(path: Path, report: Report) -> None:

@@ -17,6 +17,7 @@ from eval.report.text import (
     fastest_free,
     headline,
     interval,
+    learning_note,
     lossless_detail,
     milliseconds_per_token,
     number,
@@ -110,7 +111,7 @@ def _suites(report: Report) -> Table:
             (name, str(section.prompts.num_prompts), tau(section.acceptance), speedup(section.speed), speedup(both), rival)
         )
     header = ("suite", "prompts", "τ", "decode speedup", "with lookup", "fastest without training")
-    note = f"All other tables are of {rows[0][0]}." if rows else ""
+    note = f"All other tables are of {rows[0][0]}. {learning_note(report)}".rstrip() if rows else ""
     return Table(title="By suite", header=header, rows=rows, note=note)
 
 
@@ -163,7 +164,7 @@ def _ways(report: Report) -> Table:
         ratios = (cell(each, ratio, times) for ratio in ("tokens_per_target_step_ratio", "decode_speed_ratio"))
         rows.append((name, tau(each), speedup(each), *ratios))
     header = ("way of decoding", "τ", "decode speedup", "this draft's τ over it", "this draft's speed over it")
-    return Table(title="Other ways of decoding", header=header, rows=rows)
+    return Table(title="Other ways of decoding", header=header, rows=rows, note=learning_note(report))
 
 
 def _quality(quality: QualitySection) -> Table:

@@ -53,9 +53,10 @@ def interval(bounds: Sequence[float] | None, digits: int = 2) -> str:
 
 
 def cell(section: ClosedSection | None, name: str, form: Callable[[float | None, int], str] = number, digits: int = 2) -> str:
-    """Return one of a section's numbers with the interval; a dash where there is none."""
+    """Return one of a section's numbers with the interval; a dash where there is none, an asterisk as of `learning_note`."""
     value, bounds = (None, None) if section is None else section.interval_of(name)
-    return f"{form(value, digits)} {interval(bounds, digits)}".rstrip()
+    mark = "*" if bounds is not None and getattr(section, "learns_from_prompts", False) else ""
+    return f"{form(value, digits)} {interval(bounds, digits)}{mark}".rstrip()
 
 
 def tau(section: ClosedSection | None) -> str:
@@ -93,10 +94,11 @@ def failed_requests(report: Report) -> list[FailedRequest]:
 
 def headline(report: Report) -> str:
     """Say in one sentence how fast, how exact, and which way of decoding without training the draft does not beat."""
-    elsewhere = "".join(
-        f"; on {name} {times(speedup_of(each)[0])}{_untrained_rival(each)}" for name, each in report.suites.items()
-    )
-    return f"{_speed_in_words(report)}{_untrained_rival(report)}; {exactness(report)}{elsewhere}."
+    said = f"{_speed_in_words(report)}{_untrained_rival(report)}"
+    if not report.suites:
+        return f"{said}; {exactness(report)}."
+    others = (f"on {name} {times(speedup_of(each)[0])}{_untrained_rival(each)}" for name, each in report.suites.items())
+    return f"On {report.prompts.suite} {said}; {'; '.join(others)}. On all suites together {exactness(report)}."
 
 
 def by_suite(report: Report) -> dict[str, SuiteSection]:
@@ -115,15 +117,37 @@ def fastest_free(section: SuiteSection) -> tuple[str, OtherWaySection] | None:
     return max(ways.items(), key=lambda way: way[1].decode_speedup or 0, default=None)
 
 
-def what_to_serve(section: SuiteSection) -> str:
-    """Say whether the draft or what needs no training is the faster one on a suite; empty where that was not measured."""
-    free = fastest_free(section)
-    if free is None or free[1].decode_speed_ratio is None:
+def faster_way(section: SuiteSection) -> str | None:
+    """Return "draft" or the name of the way without training that is at least as fast; None where that was not measured."""
+    name, way = fastest_free(section) or ("", None)
+    if way is None or way.decode_speed_ratio is None:
+        return None
+    return "draft" if way.decode_speed_ratio > 1 else name
+
+
+def what_to_serve(report: Report) -> str:
+    """Say whether the draft or what needs no training is the faster one on the first suite; empty where not measured."""
+    free, faster = fastest_free(report), faster_way(report)
+    if free is None or faster is None:
         return ""
     name, ratio = free[0].replace("_", " "), cell(free[1], "decode_speed_ratio", times)
-    if free[1].decode_speed_ratio > 1:
-        return f"serve the draft: it has {ratio} the speed of {name}, the fastest way that needs no training"
-    return f"serve {name}, which needs no training: the draft has {ratio} its speed"
+    note = f" {learning_note(report)}" if ratio.endswith("*") else ""
+    if faster == "draft":
+        return f"Serve the draft: it has {ratio} the speed of {name}, the fastest way that needs no training.{note}"
+    return f"Serve {name}, which needs no training: the draft has {ratio} its speed.{note}"
+
+
+def learning_note(report: Report) -> str:
+    """Say what the asterisk at intervals of ways that learn from prompts means; empty where there are none."""
+    sections = [report, *report.suites.values()]
+    ways = [way for each in sections for way in (*each.baselines.values(), each.with_lookup) if way is not None]
+    if not any(way.learns_from_prompts for way in ways):
+        return ""
+    note = (
+        "* Suffix lookup learns from each answer for later prompts: they are not independent, and intervals may be too narrow."
+    )
+    processes = report.hardware.get("processes") or 1
+    return note + (f" Each of {processes} processes learns from its own prompts alone." if processes > 1 else "")
 
 
 def milliseconds_per_token(report: Report) -> str:
@@ -216,8 +240,7 @@ def _untrained_rival(section: SuiteSection) -> str:
         return ""
     if bounds is not None and bounds[1] < 1:
         return f", slower than {name}, which needs no training, at {times(rival.decode_speedup)}"
-    ratio = cell(rival, "decode_speed_ratio", times)
-    return f", not significantly faster than {name}, which needs no training, at {times(rival.decode_speedup)} (ratio {ratio})"
+    return f", not significantly faster than {name}, which needs no training, at {times(rival.decode_speedup)}"
 
 
 def _speed_in_words(report: Report) -> str:

@@ -4,44 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from eval.stats import paired_ratio_interval
-
-# How far apart the log-probabilities of two tokens may lie that rounding swaps: logits of some tens are spaced by an eighth in
-# bfloat16, and a forward over several tokens sums in another order than one over a single one.
-TIE = {"float32": 0.01, "float16": 0.1, "bfloat16": 0.5}
+from eval.stats import paired_ratio_interval, ratio_interval
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """What an engine answered to a prompt, and when; without a time of the first tokens it is all one time."""
 
+    prompt_id: str
+    prompt_tokens: Sequence[int]
     tokens: Sequence[int]
     seconds: float
     first_seconds: float = 0.0
     first_tokens: int = 0
-
-
-@dataclass(kw_only=True)
-class Difference:
-    """Where an answer with the draft first departs from the plain one; a token is None where the answer has ended."""
-
-    prompt: int  # counted from 0
-    position: int  # in the answer
-    plain: int | None
-    drafted: int | None
-    # How much likelier the engine finds the drafted token there than the plain one; None: it does not name both
-    gap: float | None = None
-    is_tie: bool = False
-
-    def weigh(self, gap: float, dtype: str) -> None:
-        """Note the gap, and whether rounding explains it; what an engine chose for itself may be bfloat16."""
-        self.gap, self.is_tie = gap, abs(gap) <= TIE.get(dtype, TIE["bfloat16"])
+    rounds: int = 0  # of drafts that the target checked
+    accepted: int = 0  # drafts
 
 
 @dataclass(kw_only=True)
 class EngineCheck:
-    """What an engine says of an export; as `check.json`."""
+    """What an engine says of an export; as `check.json`, of which `eval.report.schema.ServedSection` is what the gate reads."""
 
     engine: str
     checked: bool
@@ -49,9 +33,13 @@ class EngineCheck:
     reason: str | None = None  # why it was not checked, or did not pass
     version: str | None = None
     dtype: str | None = None
+    draft_sha256: str | None = None  # of the artifact that the export was made of
+    num_speculative_tokens: int | None = None  # a round
+    prompts_sha256: str | None = None  # of their file, as in a report; None: general ones
     num_prompts: int = 0
     max_new_tokens: int = 0
     tokens_per_target_step: float | None = None  # by the engine's counts
+    per_prompt: dict[str, list[int]] = field(default_factory=dict)  # prompt id -> [committed tokens, rounds], as in a report
     acceptance: list[float] = field(default_factory=list)  # by position: accepted drafts over rounds
     tokens_per_second_plain: float | None = None  # after an answer's first tokens, where these have a time of their own
     tokens_per_second: float | None = None
@@ -59,13 +47,11 @@ class EngineCheck:
     speedup_low: float | None = None  # bounds at 95 %, over prompts
     speedup_high: float | None = None
     same_answers: int = 0
-    differences: list[Difference] = field(default_factory=list)
+    lossless: dict[str, Any] | None = None  # as in a report, of the engine's answers with the draft beside its plain ones
 
     def compare(self, plain: Sequence[Answer], drafted: Sequence[Answer]) -> None:
-        """Fill in what two runs on the same prompts say."""
+        """Fill in what two runs on the same prompts say of speed and acceptance."""
         self.num_prompts = len(plain)
-        self.differences = find_differences(plain, drafted)
-        self.same_answers = len(plain) - len(self.differences)
         columns = [
             [value(answer) for answer in side]
             for side in (drafted, plain)
@@ -76,15 +62,22 @@ class EngineCheck:
         self.tokens_per_second, self.tokens_per_second_plain = (
             sum(tokens) / sum(seconds) if sum(seconds) else None for tokens, seconds in (columns[:2], columns[2:])
         )
+        self.per_prompt = {each.prompt_id: [each.rounds + each.accepted, each.rounds] for each in drafted}
+        self.tokens_per_target_step = ratio_interval(*zip(*self.per_prompt.values(), strict=True)).point
 
     def judge(self) -> None:
-        """Decide whether it passes: some drafts are accepted, and tokens differ by rounding only."""
-        wrong = [each for each in self.differences if not each.is_tie]
-        if wrong:
-            first = wrong[0]
+        """Decide whether it passes: some drafts are accepted, and the answers are the target's as much as plain ones are."""
+        failed = (self.lossless or {}).get("failed_checks", [])
+        self.reason = None
+        if "greedy_autoregressive" in failed:
+            self.checked = False
+            self.reason = "the engine's plain answers are not the target's choice either, so that they judge no draft"
+            return
+        if failed:
+            wrong = (self.lossless or {})["checks"][failed[0]]
             self.reason = (
-                f"{len(wrong)} of {self.num_prompts} answers with the draft differ from the plain ones by more than rounding, "
-                f"first at token {first.position} of prompt {first.prompt} ({first.drafted} in place of {first.plain})"
+                f"answers with the draft are not the target's choice as plain ones are: {wrong['wrong_tokens']} wrong tokens, "
+                f"{wrong['wrong_ends']} wrong ends, p = {wrong['p_value']:.2g} for all tokens together"
             )
         elif self.tokens_per_target_step is None or self.tokens_per_target_step <= 1.0:
             self.reason = "no drafted token was accepted: the engine gains nothing from this draft"
@@ -105,25 +98,11 @@ class EngineCheck:
             rows.append(("tokens per target step", "1.00", f"{self.tokens_per_target_step:.2f}"))
         if self.acceptance:
             rows.append(("accepted by position", "", " ".join(f"{share:.2f}" for share in self.acceptance)))
-        ties = sum(each.is_tie for each in self.differences)
-        said = f" (in {ties} the first other token is as good within {self.dtype}'s rounding)" if ties else ""
-        rows.append(("same answers", "", f"{self.same_answers} of {self.num_prompts}{said}"))
+        rows.append(("same answers", "", f"{self.same_answers} of {self.num_prompts}"))
         head = f"{self.engine} {self.version}, {self.dtype}: {self.num_prompts} prompts, batch 1, greedy, "
         lines = [f"  {name:24}  {plain:>8}  {drafted}" for name, plain, drafted in rows]
         verdict = "  passed" if self.passed else f"  failed: {self.reason}"
         return "\n".join([f"{head}{self.max_new_tokens} tokens at most", *lines, verdict])
-
-
-def find_differences(plain: Sequence[Answer], drafted: Sequence[Answer]) -> list[Difference]:
-    """Return where answers first differ, one for each prompt whose answers are not the same."""
-    found = []
-    for prompt, (one, other) in enumerate(zip(plain, drafted, strict=True)):
-        pairs = [*zip(one.tokens, other.tokens, strict=False)]
-        position = next((place for place, (mine, its) in enumerate(pairs) if mine != its), len(pairs))
-        if list(one.tokens) != list(other.tokens):
-            mine, its = (dict(enumerate(each.tokens)).get(position) for each in (one, other))
-            found.append(Difference(prompt=prompt, position=position, plain=mine, drafted=its))
-    return found
 
 
 def _decode_seconds(answer: Answer) -> float:

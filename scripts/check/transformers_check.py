@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,57 +15,50 @@ from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig
 from configs.runtime.errors import InputError
 from configs.runtime.terminal import progress
 from configs.schema.commands.release import CheckConfig
+from configs.schema.target import TargetConfig
 from distill.generation.prompts import Prompt
 from heads.device import choose_device
 from heads.frozen.identity import locate
 from heads.frozen.tokenizer import in_template, load_tokenizer
+from scripts.check.answers import judge_answers
 from scripts.check.comparison import Answer, EngineCheck
 
 WARM_UP_TOKENS = 8
 CLASSES: dict[str, Any] = {"AutoModel": AutoModel, "AutoModelForCausalLM": AutoModelForCausalLM}
 
 
-def check_transformers(serve: str, prompts: Sequence[Prompt], config: CheckConfig) -> EngineCheck:
-    """Generate without and with the draft of a `serve.txt`, and compare. T positions."""
+def check_transformers(result: EngineCheck, serve: str, prompts: Sequence[Prompt], config: CheckConfig) -> None:
+    """Generate without and with the draft of a `serve.txt`, and compare."""
     (lines, arguments), device = read_lines(serve), choose_device("auto")
-    dtype = config.dtype or ("float32" if device.type == "cpu" else "bfloat16")
-    (name, *_), (_, place) = lines, next(iter(lines.values()))
-    settings = config.target_at(place)
+    result.version = transformers.__version__
+    result.dtype = dtype = config.dtype or ("float32" if device.type == "cpu" else "bfloat16")
+    settings = config.target_at(next(iter(lines.values()))[1])
+    models = {name: load(*what, dtype, device) for name, what in lines.items()}
+    drafting = {key: models.get(str(value), value) for key, value in arguments.items()}
+    inputs = tokenized(prompts, settings, device)
+    plain, drafted = run_both(models.pop(next(iter(lines))), inputs, config.max_new_tokens, drafting)
+    del models, drafting  # the target is loaded once more
+    result.compare(plain, drafted)
+    judge_answers(result, settings.model_copy(update={"dtype": dtype}), plain, drafted)
+
+
+def tokenized(prompts: Sequence[Prompt], settings: TargetConfig, device: torch.device) -> dict[str, Any]:
+    """Return what a model reads of each prompt, by its id."""
     tokenizer = load_tokenizer(locate(settings), settings)
-    texts = [in_template(tokenizer, place, prompt.messages) for prompt in prompts]
-    inputs = [tokenizer(text, add_special_tokens=False, return_tensors="pt").to(device) for text in texts]
-    models = {each: load(*what, dtype, device) for each, what in lines.items()}
-    model = models[name]
+    texts = {prompt.prompt_id: in_template(tokenizer, settings.name, prompt.messages) for prompt in prompts}
+    return {key: tokenizer(text, add_special_tokens=False, return_tensors="pt").to(device) for key, text in texts.items()}
+
+
+def run_both(model: Any, inputs: Mapping[str, Any], max_new_tokens: int, drafting: dict[str, Any]) -> list[list[Answer]]:
+    """Return a model's answers without and with the draft, after a warm-up."""
     own = model.generation_config
     # From scratch, so that nothing of the model's own changes what is generated.
     model.generation_config = GenerationConfig(
         do_sample=False, use_cache=True, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id
     )
-    steps: list[int] = []
-    model.register_forward_pre_hook(lambda *_: steps.append(1))
-    drafting = {key: models.get(str(value), value) for key, value in arguments.items()}
-    model.generate(**inputs[0], max_new_tokens=WARM_UP_TOKENS)
-    plain = generate(model, inputs, config, {}, "plain")
-    steps.clear()
-    drafted = generate(model, inputs, config, drafting, "with the draft")
-    result = EngineCheck(
-        engine="transformers",
-        checked=True,
-        version=transformers.__version__,
-        dtype=dtype,
-        max_new_tokens=config.max_new_tokens,
-        tokens_per_target_step=sum(len(answer.tokens) for answer in drafted) / len(steps),
-    )
-    result.compare(plain, drafted)
-    for each in result.differences:
-        if each.plain is not None and each.drafted is not None:
-            shared = torch.tensor([drafted[each.prompt].tokens[: each.position]], dtype=torch.long, device=device)
-            ids_1T = torch.cat([inputs[each.prompt]["input_ids"], shared], dim=1)
-            with torch.inference_mode():
-                likely_V = model(ids_1T).logits[0, -1].float().log_softmax(-1)
-            each.weigh(float(likely_V[each.drafted] - likely_V[each.plain]), dtype)
-    result.judge()
-    return result
+    model.generate(**next(iter(inputs.values())), max_new_tokens=WARM_UP_TOKENS)
+    ways: dict[str, dict[str, Any]] = {"plain": {}, "with the draft": drafting}
+    return [generate(model, inputs, max_new_tokens, given, what) for what, given in ways.items()]
 
 
 def read_lines(serve: str) -> tuple[dict[str, tuple[str, str]], dict[str, Any]]:
@@ -96,16 +89,21 @@ def load(kind: str, place: str, dtype: str, device: torch.device) -> Any:
     return CLASSES[kind].from_pretrained(place, dtype=getattr(torch, dtype)).to(device).eval()
 
 
-def generate(model: Any, inputs: Sequence[Any], config: CheckConfig, drafting: dict[str, Any], what: str) -> list[Answer]:
-    """Answer prompts greedily, one after the other; a time holds the prompt's forward too."""
-    answers = []
+def generate(model: Any, inputs: Mapping[str, Any], max_new_tokens: int, drafting: dict[str, Any], what: str) -> list[Answer]:
+    """Answer prompts, by their ids, greedily, one after the other; a time holds the prompt's forward too, as do the rounds."""
+    answers, steps = [], list[int]()
+    counting = model.register_forward_pre_hook(lambda *_: steps.append(1))
     with progress(f"transformers {what}", len(inputs), "prompts") as advance, torch.inference_mode():
-        for each in inputs:
+        for prompt_id, each in inputs.items():
+            steps.clear()
             started = time.perf_counter()
-            output_1T = model.generate(**each, max_new_tokens=config.max_new_tokens, **drafting)
-            tokens = output_1T[0, each["input_ids"].shape[1] :].tolist()
-            answers.append(Answer(tokens=tokens, seconds=time.perf_counter() - started))
+            output_1T = model.generate(**each, max_new_tokens=max_new_tokens, **drafting)
+            seconds, prompt = time.perf_counter() - started, each["input_ids"][0].tolist()
+            tokens = output_1T[0, len(prompt) :].tolist()
+            counts = {"rounds": len(steps), "accepted": len(tokens) - len(steps)}
+            answers.append(Answer(prompt_id=prompt_id, prompt_tokens=prompt, tokens=tokens, seconds=seconds, **counts))
             advance(1)
+    counting.remove()
     return answers
 
 

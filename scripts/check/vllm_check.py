@@ -6,7 +6,8 @@ import json
 import shlex
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -15,21 +16,22 @@ from typing import Any
 import httpx2
 
 from configs.runtime.errors import InputError, first_line
-from configs.runtime.files import write_text
+from configs.runtime.files import read_object, write_text
 from configs.runtime.terminal import progress
 from configs.schema.commands.release import CheckConfig
+from configs.schema.target import TargetConfig
 from distill.generation.prompts import Prompt
 from heads.frozen.identity import locate
 from heads.frozen.tokenizer import load_tokenizer
+from scripts.check.answers import judge_answers
 from scripts.check.comparison import Answer, EngineCheck
 from scripts.check.vllm_server import INSTALL, EngineFailed, find_vllm, open_vllm, serving, settled_counters
 
 LINE = "vllm serve "
 DRAFT = "--speculative-config"
 WARM_UP_TOKENS = 8
-# vLLM's own: the ids of the tokens beside their text, and greedy tokens that no setting of the target's own penalises.
-EXTRA = {"return_token_ids": True, "return_tokens_as_token_ids": True, "repetition_penalty": 1.0}
-ALTERNATIVES = 5  # of a token, in which the other one is looked for
+# vLLM's own: the ids of prompt and answer beside the text, and greedy tokens that no setting of the target's own penalises.
+EXTRA = {"return_token_ids": True, "repetition_penalty": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,39 +57,44 @@ class Run:
     counts: Counter[str]
 
 
-def check_vllm(serve: str, prompts: Sequence[Prompt], config: CheckConfig, *, vllm: str | None, out: Path) -> EngineCheck:
+def check_vllm(
+    result: EngineCheck, serve: str, prompts: Sequence[Prompt], config: CheckConfig, *, vllm: str | None, out: Path
+) -> None:
     """Serve the target without and with the draft of a `serve.txt`, and compare; no verdict where it does not serve alone."""
     line, command = read_line(serve), find_vllm(vllm)
     if command is None:
-        return EngineCheck(engine="vllm", checked=False, reason=f"not installed: {INSTALL}")
+        result.checked, result.reason = False, f"not installed: {INSTALL}"
+        return
     engine = open_vllm(command)
     dtype = config.dtype or ("float32" if engine.is_cpu else None)
     more = [] if dtype is None else ["--dtype", dtype]
     if config.chat_template is not None or config.chat_template_kwargs is not None:
         more += ["--chat-template", write_template(line.options[0], config, out)]
-    known: dict[str, Any] = {"version": engine.version, "dtype": dtype or "auto", "max_new_tokens": config.max_new_tokens}
-    result = EngineCheck(engine="vllm", checked=True, **known)
-    requests = [request_of(prompt, config.max_new_tokens) for prompt in prompts]
+    result.version, result.dtype = engine.version, dtype or "auto"
     try:
         with serving(engine, (*line.plain, *more), out / "plain.log", seconds=config.start_seconds) as url:
-            plain = ask(url, requests, config, "plain")
+            plain = ask(url, prompts, config, "plain")
     except EngineFailed as error:
-        return EngineCheck(engine="vllm", checked=False, reason=f"vLLM without the draft {error}", **known)
+        result.checked, result.reason = False, f"vLLM without the draft {error}"
+        return
     try:
         log = out / "draft.log"
         with serving(engine, (*line.options, *more), log, seconds=config.start_seconds, variables=line.variables) as url:
-            drafted = ask(url, requests, config, "with the draft")
-            result.compare(plain.answers, drafted.answers)
-            weigh(url, requests, result, config)
+            drafted = ask(url, prompts, config, "with the draft")
     except EngineFailed as error:
         result.passed, result.reason = False, f"vLLM with the draft {error}"
-        return result
-    if rounds := drafted.counts["drafts"]:
-        result.tokens_per_target_step = 1 + drafted.counts["accepted_tokens"] / rounds
-        positions = range(line.draft["num_speculative_tokens"])
-        result.acceptance = [drafted.counts[f"position {position}"] / rounds for position in positions]
-    result.judge()
-    return result
+        return
+    result.compare(plain.answers, drafted.answers)
+    rounds, positions = drafted.counts["drafts"], range(line.draft["num_speculative_tokens"])
+    result.acceptance = [drafted.counts[f"position {position}"] / rounds for position in positions] if rounds else []
+    settings = config.target_at(line.options[0])
+    judge_answers(result, settings.model_copy(update={"dtype": dtype or own_dtype(settings)}), plain.answers, drafted.answers)
+
+
+def own_dtype(target: TargetConfig) -> str:
+    """Return the dtype in which vLLM runs a target where none is asked for: of 16 bits, its own if it has such a one."""
+    config = read_object(locate(target) / "config.json", "config of the target")
+    return "float16" if "float16" in (config.get("dtype"), config.get("torch_dtype")) else "bfloat16"
 
 
 def read_line(serve: str) -> ServeLine:
@@ -112,63 +119,54 @@ def write_template(target: str, config: CheckConfig, out: Path) -> str:
     return str(path)
 
 
-def request_of(prompt: Prompt, max_new_tokens: int) -> dict[str, Any]:
-    return {"messages": prompt.messages, "max_tokens": max_new_tokens}
-
-
-def ask(url: str, requests: Sequence[Mapping[str, Any]], config: CheckConfig, what: str) -> Run:
-    """Send requests one after the other, after a warm-up."""
-    with progress(f"vLLM {what}", len(requests), "prompts") as advance:
-        list(converse(url, [{**requests[0], "max_tokens": WARM_UP_TOKENS}], config))
-        before, answers = settled_counters(url), []
-        for said in converse(url, requests, config):
-            answers.append(Answer(**{name: value for name, value in said.items() if name != "alternatives"}))
+def ask(url: str, prompts: Sequence[Prompt], config: CheckConfig, what: str) -> Run:
+    """Send chats one after the other, after a warm-up."""
+    answers: list[Answer] = []
+    with progress(f"vLLM {what}", len(prompts), "prompts") as advance, connected(url, config) as answer:
+        answer(prompts[0], WARM_UP_TOKENS)
+        before = first = settled_counters(url)
+        for prompt in prompts:
+            said = answer(prompt, config.max_new_tokens)
+            now = settled_counters(url)
+            gained, before = now - before, now
+            answers.append(Answer(**said, rounds=gained["drafts"], accepted=gained["accepted_tokens"]))
             advance(1)
-    if not all(answer.tokens for answer in answers):
+    if not all(each.tokens and each.prompt_tokens for each in answers):
         raise EngineFailed("answers without the ids of tokens: it is too old to know return_token_ids")
-    return Run(answers=answers, counts=settled_counters(url) - before)
+    return Run(answers=answers, counts=before - first)
 
 
-def weigh(url: str, requests: Sequence[Mapping[str, Any]], result: EngineCheck, config: CheckConfig) -> None:
-    """Ask for the log-probabilities of the tokens in which answers differ, and note which are ties."""
-    both = [each for each in result.differences if each.plain is not None and each.drafted is not None]
-    asked = [
-        {**requests[each.prompt], "max_tokens": each.position + 1, "logprobs": True, "top_logprobs": ALTERNATIVES}
-        for each in both
-    ]
-    for each, said in zip(both, converse(url, asked, config), strict=True):
-        likely = said["alternatives"][each.position] if len(said["alternatives"]) > each.position else {}
-        plain, drafted = (likely.get(f"token_id:{token}") for token in (each.plain, each.drafted))
-        if plain is not None and drafted is not None:
-            each.weigh(drafted - plain, str(result.dtype))
-
-
-def converse(url: str, requests: Sequence[Mapping[str, Any]], config: CheckConfig) -> Iterator[dict[str, Any]]:
-    """Yield the answers to greedy requests: tokens, when the first and last came, log-probabilities where asked for."""
+@contextmanager
+def connected(url: str, config: CheckConfig) -> Iterator[Callable[[Prompt, int], dict[str, Any]]]:
+    """Give a function that sends a chat, to be answered greedily in at most so many tokens; see `_answer`."""
     try:
         # A proxy is for other machines.
         with httpx2.Client(base_url=url, timeout=config.answer_seconds, trust_env=False) as client:
             model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
-            for request in requests:
-                yield _answer(client, {"model": model, "temperature": 0, "stream": True, **EXTRA, **request})
+            always = {"model": model, "temperature": 0, "stream": True, **EXTRA}
+            yield lambda prompt, most: {
+                "prompt_id": prompt.prompt_id,
+                **_answer(client, always | {"messages": prompt.messages, "max_tokens": most}),
+            }
     except httpx2.HTTPError as error:
         raise EngineFailed(f"does not answer: {type(error).__name__}: {first_line(error)}") from error
 
 
 def _answer(client: httpx2.Client, request: dict[str, Any]) -> dict[str, Any]:
+    """Return the ids of prompt and answer, and when the first and the last came."""
+    prompt_tokens: list[int] = []
     tokens: list[int] = []
-    alternatives: list[dict[str, float]] = []
     first_seconds, first_tokens = 0.0, 0
     started = time.perf_counter()
     with client.stream("POST", "/v1/chat/completions", json=request) as response:
         for line in response.raise_for_status().iter_lines():
             if not line.startswith("data: {"):
                 continue
-            for choice in json.loads(line.removeprefix("data: "))["choices"]:
+            piece = json.loads(line.removeprefix("data: "))
+            prompt_tokens += piece.get("prompt_token_ids") or []
+            for choice in piece["choices"]:
                 tokens += choice.get("token_ids") or []
-                for one in (choice.get("logprobs") or {}).get("content") or []:
-                    alternatives.append({each["token"]: each["logprob"] for each in one["top_logprobs"]})
             if tokens and not first_tokens:
                 first_seconds, first_tokens = time.perf_counter() - started, len(tokens)
     times = {"first_seconds": first_seconds, "first_tokens": first_tokens, "seconds": time.perf_counter() - started}
-    return {"tokens": tokens, "alternatives": alternatives, **times}
+    return {"prompt_tokens": prompt_tokens, "tokens": tokens, **times}

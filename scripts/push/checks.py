@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.runtime.errors import InputError
+from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import read_json, sha256_of
-from eval.release import Finding, GateVerdict, read_artifact
+from configs.schema.evaluation import GateConfig
+from eval.release import Finding, GateVerdict, judge_rules, read_artifact
 from eval.report.schema import Report, load_report
 from eval.report.text import short
 from heads.metadata import Metadata, read_metadata
@@ -44,7 +45,7 @@ def read_release(folder: Path, report_path: Path) -> Release:
 
 
 def _stored_verdict(report_path: Path) -> tuple[GateVerdict, Mapping[str, Any]]:
-    """Return what the gate said of a report, and by which rules."""
+    """Return what the gate said of a report, and by which rules; a gate that asked for neither tau nor speed did not pass."""
     path = report_path.with_name("gate.json")
     if not path.is_file():
         raise InputError(
@@ -52,10 +53,11 @@ def _stored_verdict(report_path: Path) -> tuple[GateVerdict, Mapping[str, Any]]:
         )
     record = read_json(path, "the gate's verdict")
     try:
-        judged, findings, rules = record["report_sha256"], record["findings"], record["config"]
-        verdict = GateVerdict(findings=tuple(Finding(**each) for each in findings))
-    except (KeyError, TypeError) as error:
-        raise InputError(f"{path} is no verdict of the gate ({error}); run draftsmith gate again") from error
+        judged, rules = record["report_sha256"], record["config"]
+        findings = [Finding(**each) for each in record["findings"]]
+        findings += [each for each in judge_rules(GateConfig.model_validate(rules)) if each not in findings]
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{path} is no verdict of the gate ({first_line(error)}); run draftsmith gate again") from error
     if judged != sha256_of(report_path):
         raise InputError(f"{path} judged another report than {report_path}; run draftsmith gate again")
-    return verdict, rules
+    return GateVerdict(findings=tuple(findings)), rules

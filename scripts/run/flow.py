@@ -13,17 +13,16 @@ from configs.runtime.files import find_shipped, new_folder, write_text
 from configs.runtime.run_record import files_fingerprint, write_run_record
 from configs.runtime.terminal import say
 from configs.schema.commands.running import DRAFT_FILE, RunConfig, Stage, Where, read_draft_file
-from eval.report.schema import load_report
 from eval.report.tables import table
-from eval.report.text import what_to_serve
 from heads.frozen.identity import save_dequantised
 from scripts.run.draft_file import apply, asked_first, write_draft_file
 from scripts.run.dry_run import FOLDER, dry_run
 from scripts.run.mix import prepare
 from scripts.run.plan import choose
+from scripts.run.recommendation import recommend
 from scripts.run.request import examine
 from scripts.run.stages import TITLES, is_checked_here, run_stages
-from scripts.run.steps import Record
+from scripts.run.steps import SEVERITY, Record
 
 
 def go_on(run: RunConfig, *, ask: bool) -> int:
@@ -35,8 +34,7 @@ def go_on(run: RunConfig, *, ask: bool) -> int:
             return INTERRUPTED
     write_run_record(Path(run.output), run)
     code = run_stages(run, inputs_of(run))
-    report = Path(run.output) / "eval" / "report.json"
-    if report.is_file() and (advice := what_to_serve(load_report(report))):
+    if code in SEVERITY and (advice := recommend(run)[0]):
         say(f"\nmeasured here, one user at a time: {advice}")
     say(f"\ndraftsmith watch {run.output} shows it all\nexit code: {code}")
     return code

@@ -24,6 +24,7 @@ from configs.schema.training import DistillConfig, HeadsConfig, training_schema
 from heads.metadata import locate_artifact
 from scripts.check.vllm_server import find_vllm
 from scripts.run.mix import mix
+from scripts.run.recommendation import recommend
 from scripts.run.steps import LAUNCH, SEVERITY, Record, run_step
 
 TITLES: dict[Stage, str] = {
@@ -34,9 +35,9 @@ TITLES: dict[Stage, str] = {
     "train": "train the draft",
     "baseline": "measure the served draft",
     "eval": "measure speed and acceptance",
-    "gate": "the verdict",
     "export": "write the draft as the engine loads it",
     "check": "decode with the draft in the engine",
+    "gate": "the verdict",
 }
 ENTRIES: dict[type[BaseModel], str] = {
     DataConfig: "scripts/data.py",
@@ -196,6 +197,8 @@ def run_stage(run: RunConfig, stage: Stage) -> int:
     if stage == "gate" and run.refresh is not None:
         reports = [str(output / name / "report.json") for name in ("baseline", "eval")]
         run_step(["eval/compare.py", *reports, "--set", f"output={output / 'comparison.md'}"])
+    if stage == "gate" and code in SEVERITY:
+        return max(code, recommend(run)[1], key=SEVERITY.index)
     return code
 
 

@@ -74,14 +74,18 @@ def test_every_file_is_written_and_the_report_says_what_the_records_say(tiny_run
     assert report.lossless.verdict == "lossless"
     assert report.prompts.ids == ["q0", "q1", "q2", "q3", "q4"]
     assert report.baselines.keys() == {"autoregressive", "prompt_lookup"}
+    assert (report.baselines["prompt_lookup"].learns_from_prompts, report.with_lookup.learns_from_prompts) == (False, True)
     spent = sum(each["decode_seconds"] for each in timings if each["mode"] == SPECULATIVE)
     assert report.speed.decode_seconds_speculative == pytest.approx(spent)
     assert (folder / "report.md").read_text() in capsys.readouterr().out
     assert json.loads((folder / "run.json").read_text())["config"]["decode"]["batch_size"] == 2
-    # Modes take turns on each batch and each repeat.
+    # Modes take turns on each batch and each repeat, in the reverse order every other time.
     modes, batches = [AUTOREGRESSIVE, SPECULATIVE, "prompt_lookup", WITH_LOOKUP], [["q0", "q1"], ["q2", "q3"], ["q4"]]
     assert [(each["prompt_ids"], each["repeat"], each["mode"]) for each in timings] == [
-        (batch, repeat, mode) for batch in batches for repeat in range(2) for mode in modes
+        (batch, repeat, mode)
+        for place, batch in enumerate(batches)
+        for repeat in range(2)
+        for mode in (reversed(modes) if (place + repeat) % 2 else modes)
     ]
 
 

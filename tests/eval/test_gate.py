@@ -8,13 +8,13 @@ from pydantic import ValidationError
 
 from configs.runtime.command import run_command
 from configs.runtime.errors import InputError
-from configs.runtime.files import sha256_of
+from configs.runtime.files import sha256_of, write_json
 from configs.runtime.loading import load_config
 from configs.schema.evaluation import GateConfig, GateRule
 from eval.gate import add_arguments, main
 from eval.release import Artifact, judge
 from eval.report.comparison import compare
-from eval.report.schema import write_report
+from eval.report.schema import ServedSection, write_report
 from tests.support.reports import changed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -201,11 +201,19 @@ def test_the_fastest_of_what_is_free_is_the_rival_on_every_suite(report):
 
 
 @pytest.mark.parametrize(
-    ("metrics", "expected"),
-    [([], "inconclusive"), ([TAU], "pass"), ([SPEEDUP], "pass"), (["acceptance.position_conditional.0"], "inconclusive")],
+    ("metrics", "limit", "expected"),
+    [
+        ([], {}, "inconclusive"),
+        ([TAU], {"min": 0.0}, "pass"),
+        ([TAU], {"max": 9.0}, "inconclusive"),
+        ([SPEEDUP], {"min": 0.0}, "pass"),
+        (["baselines.prompt_lookup.decode_speed_ratio"], {"min": 0.0}, "pass"),
+        (["acceptance.position_conditional.0"], {"min": 0.0}, "inconclusive"),
+        (["baselines.prompt_lookup.tokens_per_target_step", "speed.repeats"], {"min": 0.0}, "inconclusive"),
+    ],
 )
-def test_a_gate_that_does_not_ask_what_the_draft_is_worth_cannot_pass(report, metrics, expected):
-    gate = GateConfig(rules=[GateRule(metric=each, min=0.0, bound="point") for each in metrics])
+def test_a_gate_that_does_not_ask_what_the_draft_is_worth_cannot_pass(report, metrics, limit, expected):
+    gate = GateConfig(rules=[GateRule(metric=each, bound="point", **limit) for each in metrics])
     assert judge(report, gate).outcome == expected
 
 
@@ -283,6 +291,35 @@ def test_a_gate_may_ask_for_a_number_of_prompts_and_for_one_suite(report, gate, 
     assert reason in finding.reason
 
 
+@pytest.mark.parametrize(
+    ("found", "share", "expected"),
+    [
+        (None, None, "pass"),
+        (None, 0.8, "inconclusive"),
+        ({"checked": False, "passed": None}, 0.8, "inconclusive"),
+        ({"draft_sha256": F}, 0.8, "inconclusive"),
+        ({}, 0.99, "pass"),
+        ({"passed": False, "reason": "no drafted token was accepted"}, None, "fail"),
+        ({"accepted": 0.7}, None, "fail"),
+        ({"accepted": 0.95}, None, "pass"),
+        ({"accepted": 0.95}, 0.99, "fail"),
+        ({"accepted": 0.7, "num_speculative_tokens": 5}, None, "pass"),
+        ({"accepted": 0.7, "prompts_sha256": None}, None, "pass"),
+        ({"num_speculative_tokens": 5}, 0.8, "inconclusive"),
+    ],
+)
+def test_what_an_engine_said_of_the_draft_is_judged_and_may_be_asked_for(report, found, share, expected):
+    """It served eight of the report's prompts, with `accepted` of its tokens per target step."""
+    if found is not None:
+        share_of_tau, counts = found.get("accepted", 1.0), list(report.acceptance.per_prompt.items())[:8]
+        served = {"engine": "vllm", "version": "1", "checked": True, "passed": True, "reason": None}
+        served |= {"draft_sha256": report.draft.sha256, "prompts_sha256": report.prompts.sha256, "num_speculative_tokens": 3}
+        served["per_prompt"] = {name: [round(1000 * share_of_tau * tokens), 1000 * rounds] for name, (tokens, rounds) in counts}
+        found = ServedSection(**served | found)
+    gate = GateConfig(rules=[GateRule(metric=TAU, min=0.5)], served_tau_ratio=share)
+    assert judge(report, gate, served=found).outcome == expected
+
+
 def test_a_lossy_rule_passes_where_the_gate_allows_it_and_its_answers_were_judged(report, quality_section):
     report = changed(report, {"lossless.verdict": "lossy_by_design"})
     gate = GateConfig(lossless=["lossy_by_design"], rules=[GateRule(metric=TAU, min=0.5)])
@@ -331,6 +368,19 @@ def test_bad_input_is_one_sentence_and_leaves_nothing_behind_not_even_an_earlier
     code, out, err = gate("--set", "rules=[{metric: acceptance.tau, min: 1}]")
     assert (code, out, err.count("\n"), "acceptance.tau" in err) == (2, "", 1, True)
     assert not any(path.exists() for path in verdicts)
+
+
+def test_the_check_in_an_engine_is_found_where_a_run_puts_it_and_must_be_of_this_draft(gate, report):
+    found = {"engine": "vllm", "version": "1", "checked": True, "passed": False, "reason": "refused", "per_prompt": {}}
+    found |= {"draft_sha256": report.draft.sha256, "prompts_sha256": None, "num_speculative_tokens": 3}
+    rules = ["--set", f"rules=[{{metric: {TAU}, min: 0.5}}]"]
+    assert gate(*rules)[0] == 0
+    write_json(Path("other.json"), found | {"draft_sha256": F})
+    assert gate(*rules, "--check", "other.json")[0] == 2
+    write_json(Path("check.json"), found)
+    assert gate(*rules)[0] == 1
+    assert "not checked" not in Path("gate.md").read_text()
+    assert json.loads(Path("gate.json").read_text())["check"].endswith("check.json")
 
 
 def test_a_verdict_never_takes_the_place_of_a_report(report, tmp_path, capsys):

@@ -17,7 +17,7 @@ import torch
 from configs.runtime.command import BAD_INPUT, GATE_FAILED
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # each stage is a process of its own, and begins several times
-STAGES = ("data", "cache", "train", "eval", "gate", "export", "check")
+STAGES = ("data", "cache", "train", "eval", "export", "check", "gate")
 ASKED = ("mine", "--prompts", "prompts.csv", "--budget", "8m", "--for", "sglang", "--yes")
 CHOSEN = ("runs/mine/draft.yaml", "--yes")
 

@@ -85,7 +85,7 @@ def judge(folder, **settings):
     report = str(folder / "evaluation" / "report.json")
     rules = [{"metric": "acceptance.tokens_per_target_step", "min": 0.5}]
     config = GateConfig.model_validate({"rules": rules, "allow_unknown_training": True} | settings)
-    return gate.main(config, SimpleNamespace(report=report, baseline=None, artifact=[], output=None))
+    return gate.main(config, SimpleNamespace(report=report, baseline=None, artifact=[], check=None))
 
 
 @pytest.fixture

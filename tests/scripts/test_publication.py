@@ -215,6 +215,12 @@ def test_a_gate_that_did_not_pass_is_passed_by_only_by_name(dry, release, tmp_pa
     assert said in card_of(dry("--set", "allow_failed_gate=true")).text
 
 
+def test_a_stored_pass_of_a_gate_that_asked_for_neither_tau_nor_speed_is_none(dry, release):
+    change(release / "evaluation" / "gate.json", lambda record: record["config"].update(rules=[]))
+    assert dry()[0] == INCONCLUSIVE
+    assert "release gate passed" not in card_of(dry("--set", "allow_failed_gate=true")).text
+
+
 def test_without_a_verdict_or_with_another_reports_nothing_is_published(dry, release):
     change(release / "evaluation" / "report.json", lambda report: report["warnings"].append("changed since"))
     code, _, err = dry()

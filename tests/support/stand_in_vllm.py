@@ -1,7 +1,8 @@
 """Stands in for `vllm serve TARGET --speculative-config ...`: the endpoints that a check asks, and vLLM's way of counting.
 
-A file `behaviour` in the draft's folder makes it misbehave; `processes` beside that folder gets the ids of the server and of a
-child of it that does not end when asked to.
+`answers.json` beside the target has, by a chat's last message, the ids of the prompt and of the target's greedy answer. A file
+`behaviour` in the draft's folder, or the target's where that is served alone, makes it misbehave; `processes` beside these
+folders gets the ids of the server and of a child of it that does not end when asked to.
 """
 
 import json
@@ -14,12 +15,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
-VOCABULARY, WRONG_AT = 50, 3
+WRONG_AT = 3  # in answers to chats that end with a question mark
+CHANGED = {"tie": lambda token: token ^ 1, "wrong": lambda token: (token + 20) % 60}  # tokens 2n and 2n + 1 always tie
 options = dict(zip(sys.argv[3::1], sys.argv[4::1], strict=False))
 draft = json.loads(options.get("--speculative-config", "null"))
-behaviour = ""
-if draft is not None and (said := Path(draft["model"], "behaviour")).exists():
-    behaviour = said.read_text()
+said = Path(sys.argv[2] if draft is None else draft["model"], "behaviour")
+behaviour = said.read_text() if said.exists() else ""
 drafts = draft["num_speculative_tokens"] if draft is not None else 0
 rounds, accepted = 0, [0] * drafts
 
@@ -27,10 +28,10 @@ rounds, accepted = 0, [0] * drafts
 def answer(body):
     """Return the tokens of an answer in the pieces in which they are committed, and count."""
     global rounds
-    first = len(body["messages"][-1]["content"])
-    tokens = [(first + 7 * place) % VOCABULARY for place in range(body["max_tokens"])]
-    if behaviour in ("wrong", "tie") and first % 2:
-        tokens[WRONG_AT:] = [(token + 1) % VOCABULARY for token in tokens[WRONG_AT:]]
+    said = body["messages"][-1]["content"]
+    tokens = answers[said]["tokens"][: body["max_tokens"]]
+    if behaviour in CHANGED and said.endswith("?"):
+        tokens[WRONG_AT:] = map(CHANGED[behaviour], tokens[WRONG_AT:])
     pieces, tokens = [tokens[:1]], tokens[1:]
     while tokens:
         stay = 0 if behaviour == "useless" else min(rounds % (drafts + 1), len(tokens) - 1)
@@ -39,12 +40,6 @@ def answer(body):
         rounds += 1
         accepted[:stay] = [count + 1 for count in accepted[:stay]]
     return pieces
-
-
-def alternatives(token):
-    """Return log-probabilities as the API lists them: of the token, and of the one that it stands in place of."""
-    likely = {token: -0.7, (token - 1) % VOCABULARY: -0.705 if behaviour == "tie" else -3.0}
-    return {"top_logprobs": [{"token": f"token_id:{each}", "logprob": value} for each, value in likely.items()]}
 
 
 def metrics():
@@ -76,9 +71,10 @@ class Handler(BaseHTTPRequestHandler):
             os._exit(9)
         self.send_response(200)
         self.end_headers()
+        prompt = answers[body["messages"][-1]["content"]]["prompt"]
         for piece in answer(body):
-            logprobs = {"content": [alternatives(token) for token in piece]} if body.get("logprobs") else None
-            chunk = {"choices": [{"delta": {"content": "a"}, "token_ids": piece, "logprobs": logprobs}]}
+            chunk = {"choices": [{"delta": {"content": "a"}, "token_ids": piece}], "prompt_token_ids": prompt}
+            prompt = None  # it comes once
             self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
             self.wfile.flush()
             time.sleep(0.002)
@@ -90,6 +86,7 @@ class Handler(BaseHTTPRequestHandler):
 
 if sys.argv[1] != "serve" or not Path(sys.argv[2]).is_dir():
     sys.exit(f"no target {sys.argv[1:3]}")
+answers = json.loads(Path(sys.argv[2]).with_name("answers.json").read_text())
 child = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE)
 child.stdout.readline()
 with Path(sys.argv[2]).with_name("processes").open("a") as file:

@@ -14,7 +14,7 @@ from configs.schema.commands.release import Engine
 from configs.schema.data import PromptsConfig
 from configs.schema.target import TargetConfig
 
-Stage = Literal["dry_run", "data", "mix", "cache", "train", "baseline", "eval", "gate", "export", "check"]
+Stage = Literal["dry_run", "data", "mix", "cache", "train", "baseline", "eval", "export", "check", "gate"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 DRAFT_FILE = "draft.yaml"
 Where = Literal["here", "slurm", "k8s"]

@@ -6,6 +6,7 @@ Suffix lookup that knows some answers has no weights: it is written as a package
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,9 +23,11 @@ from heads.formats.exporting.source import Source
 from heads.formats.layout import ExportLayout
 from heads.frozen.identity import hash_weights
 from heads.frozen.weights import SINGLE_FILE, link_or_copy, write_weights
+from heads.metadata import hash_artifact
 from heads.proposers import suffixes, vllm_suffix_lookup
 
 SERVE_FILE = "serve.txt"
+MADE_OF = re.compile(r"^- Made of the artifact (\w{64}), to draft (\d+) tokens a round\.$", re.MULTILINE)
 Form = Callable[[Source], ExportLayout]
 
 FORMS: dict[str, dict[str, Form]] = {
@@ -101,10 +104,18 @@ def export(
             with TemporaryDirectory(dir=folder.parent) as scratch:
                 _write(layout, Path(scratch))
                 layout.convert(Path(scratch), folder, layout)
-        notes = [f"- {note}" for note in layout.notes]
+        sha256 = hash_artifact(source.folder, source.metadata)
+        made = f"Made of the artifact {sha256}, to draft {source.num_speculative_tokens} tokens a round."
+        notes = [f"- {note}" for note in (*layout.notes, made)]
         lines = [f"Serve with {PROGRAMS.get(engine, engine)}:", "", layout.serve(place), "", *notes]
         write_text(folder / SERVE_FILE, "\n".join(lines).rstrip() + "\n")
     return layout
+
+
+def made_of(serve: str) -> tuple[str, int] | tuple[None, None]:
+    """Return the hash of the artifact that an export was made of, and its drafts a round; None for one of a lookup."""
+    found = MADE_OF.search(serve)
+    return (None, None) if found is None else (found[1], int(found[2]))
 
 
 def engines_of(kind: str) -> list[str]:

@@ -180,8 +180,9 @@ def test_baselines_draft_whole_chains_without_loss_whatever_is_asked_of_the_draf
     assert all(getattr(measurement.settings[each], name) is None for each in NAMES)
 
 
-def test_what_is_timed_is_not_looked_at_and_lookups_draft_their_own_number_of_tokens(
-    target, requests, config, tiny_llama, monkeypatch
+@pytest.mark.parametrize("tree", [None, StaticTree(kind="static", branching=[2, 1])])
+def test_what_is_timed_is_not_looked_at_and_a_tree_nowhere_and_lookups_draft_their_own_number_of_tokens(
+    target, requests, config, tiny_llama, monkeypatch, tree
 ):
     calls, plain = [], interleaved.decode
 
@@ -191,10 +192,12 @@ def test_what_is_timed_is_not_looked_at_and_lookups_draft_their_own_number_of_to
 
     monkeypatch.setattr(interleaved, "decode", decode)
     config = config.model_copy(update={"lookup_num_speculative_tokens": 5, "baselines": ["prompt_lookup"]})
+    config = config.model_copy(update={"decode": config.decode.model_copy(update={"tree": tree})})
     proposers = {SPECULATIVE: DraftLM(tiny_llama(seed=2), 64), **make_baselines(config, target)}
     records = measure(target, requests[:1], config, proposers)
     modes = [AUTOREGRESSIVE, SPECULATIVE, "prompt_lookup"]
-    assert calls == [*((mode, False) for _ in range(2) for mode in modes), (SPECULATIVE, True)]
-    assert all(round_.overlap for round_ in records.of(SPECULATIVE)[0].rounds if round_.drafted)
+    in_turns = [(mode, False) for mode in (*modes, *reversed(modes))]
+    assert calls == in_turns + ([] if tree else [(SPECULATIVE, True)])
+    assert all(bool(round_.overlap) == (tree is None) for round_ in records.of(SPECULATIVE)[0].rounds if round_.drafted)
     assert len(records.timings) == 6
     assert max(len(round_.drafted) for round_ in records.of("prompt_lookup")[0].rounds) > 3

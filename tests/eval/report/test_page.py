@@ -166,7 +166,7 @@ def test_a_greedy_headline_counts_tokens_and_differing_answers(report, verdict, 
 
 @pytest.mark.parametrize(
     ("ratio", "words"),
-    [(1.2, ("serve the draft", "1.20", "prompt lookup")), (0.85, ("serve prompt lookup", "0.85")), (None, ())],
+    [(1.2, ("Serve the draft", "1.20", "prompt lookup")), (0.85, ("Serve prompt lookup", "0.85")), (None, ())],
 )
 def test_the_faster_one_of_draft_and_lookup_is_to_be_served(report, ratio, words):
     said = what_to_serve(
@@ -174,6 +174,22 @@ def test_the_faster_one_of_draft_and_lookup_is_to_be_served(report, ratio, words
     )
     assert bool(said) == bool(words)
     assert all(each in said for each in words)
+
+
+def test_intervals_of_a_way_that_learns_from_prompts_are_marked(report):
+    learning = {name: each | {"learns_from_prompts": True} for name, each in report.to_dict()["baselines"].items()}
+    marked = changed(report, {"baselines": learning, "hardware": {"processes": 2}})
+    for text in (render_markdown(marked), text_of(render_html(marked)), what_to_serve(marked)):
+        assert all(each in text.replace("\\", "") for each in ("]*", "not independent", "2 processes"))
+    assert "]*" not in render_html(report)
+
+
+def test_a_headline_of_several_suites_says_which_number_is_of_which(report):
+    house = {name: report.to_dict()[name] for name in ("prompts", "acceptance", "speed", "by_category", "baselines")}
+    first, second = headline(changed(report, {"suites": {"house": house}, "lossless": {"checked_tokens": 740}})).split(". ")
+    assert first.startswith("On house64 ")
+    assert "on house " in first
+    assert ("all suites" in second, "740 tokens" in second) == (True, True)
 
 
 def test_a_headline_names_the_mode_whose_answers_are_wrong(report):

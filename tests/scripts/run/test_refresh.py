@@ -61,6 +61,7 @@ def refresh(draftsmith, tiny_run, head, tmp_path):
             "target.dtype=float32",
             "gate=gate.yaml",
             "eval.suites=[]",
+            "eval.baselines=[]",
             "eval.decode.max_new_tokens=12",
             "train.schedule.epochs=1",
             "refresh.replay_share=0.2",
@@ -75,10 +76,11 @@ def test_a_log_becomes_a_judged_draft_without_its_secrets_and_a_second_run_repea
     refresh.stopped.append("eval/gate.py")
     assert refresh() == TERMINATED
     in_small = ["scripts/data.py", "scripts/cache.py", "train/heads.py", "eval/run.py", "scripts.export"]
-    assert refresh.called == [*in_small, *in_small[:4], "eval/run.py", "eval/gate.py"]
+    exports = ["scripts.export", "scripts.export", "scripts.check"]
+    assert refresh.called == [*in_small, *in_small[:4], "eval/run.py", *exports, "eval/gate.py"]
     Path("log.jsonl").write_text(as_lines(log_rows(31)))  # a run keeps what it has read
     assert refresh() == DONE
-    assert refresh.called == ["eval/gate.py", "eval/compare.py", *["scripts.export"] * 2, "scripts.check"]
+    assert refresh.called == ["eval/gate.py", "eval/compare.py"]
     manifest = json.loads(Path("out/log/manifest.json").read_text())
     assert manifest["dropped"] == {"duplicate": 1, "private_key": 1, "unreadable": 1}
     assert manifest["masked"] == {"email": 1, "token": 1}

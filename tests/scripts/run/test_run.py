@@ -20,7 +20,12 @@ def test_a_run_leads_to_a_verdict_and_an_export_and_its_file_goes_on(model, prom
     (tmp_path / "gate.yaml").write_text(GATE)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda question: "")
-    settings = ["data.held_out_share=0.3", "train.schedule={epochs: 3, log_every_steps: 5}", "eval.suites=[]"]
+    settings = [
+        "data.held_out_share=0.3",
+        "train.schedule={epochs: 3, log_every_steps: 5}",
+        "eval.suites=[]",
+        "eval.baselines=[]",
+    ]
     settings += [f"gate={tmp_path}/gate.yaml", f"prompts.num_prompts={NUM_PROMPTS + 1}", "eval.decode.max_new_tokens=12"]
     asked = ["run", model, "--prompts", prompts, "--budget", "20m", "--for", "sglang", "--set", *settings]
     in_small = ["scripts/data.py", "scripts/cache.py", "train/heads.py", "eval/run.py", "scripts.export"]
@@ -28,10 +33,10 @@ def test_a_run_leads_to_a_verdict_and_an_export_and_its_file_goes_on(model, prom
     assert draftsmith.called == in_small
     draftsmith.stopped.append("eval/gate.py")
     assert draftsmith(*asked) == TERMINATED
-    assert draftsmith.called == [*in_small[:-1], "eval/gate.py"]
+    assert draftsmith.called == [*in_small, "scripts.check", "eval/gate.py"]
     output = tmp_path / "runs" / "mine"
     assert draftsmith(*asked) == DONE
-    assert draftsmith.called == ["eval/gate.py", "scripts.export", "scripts.check"]
+    assert draftsmith.called == ["eval/gate.py"]
     assert (output / "export" / "sglang" / "serve.txt").is_file()
     assert json.loads((output / "check" / "check.json").read_text())["checked"] is False
     assert draftsmith("watch", output) == DONE

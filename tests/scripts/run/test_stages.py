@@ -5,15 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from configs.runtime.command import DONE
+from configs.runtime.command import DONE, GATE_FAILED
+from configs.runtime.files import write_text
 from configs.runtime.loading import load_config
 from configs.schema.base import dotted
 from configs.schema.commands.running import RunConfig
 from configs.schema.evaluation import SuiteConfig
 from configs.schema.target import TargetConfig
 from configs.schema.training import training_schema
+from eval.report.schema import load_report, write_report
 from scripts.run import stages
 from scripts.run.draft_file import write_draft_file
+from tests.support.reports import changed
 
 TARGET = {"target.name": "ann/model", "target.dtype": "float32"}
 SUITE = SuiteConfig(name="house", path="eval/suites/house64.jsonl", on_too_long="skip")
@@ -103,6 +106,32 @@ def test_vllm_gets_suffix_lookup_beside_the_draft(tmp_path, monkeypatch, engine,
     assert stages.run_stage(run, "export") == DONE
     assert [Path(arguments[arguments.index("--out") + 1]).name for arguments in called] == written
     assert [arguments[2] for arguments in called][1:] == [str(tmp_path / "data" / "train.jsonl")] * (len(written) - 1)
+
+
+@pytest.mark.parametrize(
+    ("engine", "ratio", "recommended", "code"),
+    [
+        ("vllm", 1.2, "vllm", DONE),
+        ("vllm", 0.9, "suffix_lookup", DONE),
+        ("sglang", 1.2, "sglang", DONE),
+        ("sglang", 0.9, None, GATE_FAILED),
+        (None, 0.9, None, DONE),
+    ],
+)
+def test_a_run_ends_well_only_where_the_export_that_it_recommends_is_the_faster_one(
+    measured, tmp_path, monkeypatch, engine, ratio, recommended, code
+):
+    """The draft has `ratio` the speed of suffix lookup, which is exported for vLLM alone."""
+    report = load_report(measured / "evaluation" / "report.json")
+    lookup = report.baselines["prompt_lookup"].model_dump() | {"decode_speedup": 9.0, "decode_speed_ratio": ratio}
+    lookup |= {"decode_speed_ratio_ci": None}
+    write_report(tmp_path / "eval" / "report.json", changed(report, {"baselines.suffix_lookup": lookup}))
+    for name in (engine, "suffix_lookup")[: 2 if engine == "vllm" else 1]:
+        write_text(tmp_path / "export" / str(name) / "serve.txt", f"{name}\n")
+    monkeypatch.setattr(stages, "run_step", lambda arguments: DONE)
+    assert stages.run_stage(RunConfig(output=str(tmp_path), engine=engine), "gate") == code
+    lines = tmp_path / "export" / "serve.txt"
+    assert (lines.read_text().splitlines()[-1] if lines.exists() else None) == recommended
 
 
 @pytest.mark.parametrize("name", ["ann/target", "embedded:smollm2-135m-instruct", "here"])
