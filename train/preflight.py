@@ -90,7 +90,7 @@ def choose_text(task: HeadTask, dataset: ConversationDataset) -> Example:
         if (lengths := (len(changing), len(answer))) > longest:
             longest = lengths
             kept = changing if len(changing) >= LEAST_ANSWER else answer
-            best = example._replace(input_ids=(*example.input_ids[: example.answer_start], *kept))
+            best = example._replace(input_ids=(*example.input_ids[: example.answer_start], *kept), earlier=())
         if len(changing) >= 2 * task.config.num_speculative_tokens:
             break
     if best is None or longest[1] < LEAST_ANSWER:

@@ -80,8 +80,7 @@ def _window(max_length: int, train: Sequence[Conversation] | None) -> tuple[int 
     """Return a multiple of `WINDOW_STEP` that `WINDOW_SHARE` of the conversations fit in: few show what stands farther back."""
     if train is None:
         return None, "for data yet to be made"
-    index = index_of(train)
-    lengths = np.minimum(index.prompt_lengths + index.answer_lengths, max_length)
+    lengths = np.minimum(index_of(train).by_row()[0], max_length)
     length = int(np.quantile(lengths, WINDOW_SHARE, method="inverted_cdf"))
     return WINDOW_STEP * math.ceil(length / WINDOW_STEP), f"{WINDOW_SHARE:.0%} of the conversations fit in {length} tokens"
 

@@ -33,12 +33,23 @@ Row = tuple[int, ...]  # indices of the conversations in it
 
 
 class Example(NamedTuple):
-    """One conversation to train on: its ids, of which those from `answer_start` on are the target's."""
+    """One conversation to train on: its ids, of which those from `answer_start` on, and `earlier` spans, are the target's."""
 
     input_ids: tuple[int, ...]
     answer_start: int
     conversation: int = 0  # its place in the data file
     media_prompt: MediaPrompt | None = None  # of a prompt with images or sounds
+    earlier: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Where the target's own tokens lie, answer by answer."""
+        return *self.earlier, (self.answer_start, len(self.input_ids))
+
+    def up_to(self, length: int) -> Example:
+        """Return what is left of it within `length` tokens, up to the last token of the target's own; that is one at least."""
+        *earlier, (start, end) = [(start, min(end, length)) for start, end in self.spans if start < length]
+        return self._replace(input_ids=self.input_ids[:end], answer_start=start, earlier=tuple(earlier))
 
 
 class ConversationDataset(Dataset[Example]):
@@ -55,10 +66,10 @@ class ConversationDataset(Dataset[Example]):
             if num_conversations > len(drawn):
                 raise InputError(f"data.num_conversations: {num_conversations}, and data.train has {len(drawn)}")
             drawn = np.sort(np.random.default_rng(0).permutation(drawn)[:num_conversations])
-        index = index_of(conversations)
-        prompts_N, cut_N = index.prompt_lengths, np.minimum(index.prompt_lengths + index.answer_lengths, max_length)
-        self.numbers = drawn[(prompts_N < cut_N)[drawn]]  # places in the data file
-        self.lengths, self.answer_starts = cut_N[self.numbers], prompts_N[self.numbers]
+        ends_N, starts_N, num_labels_N = index_of(conversations).by_row(max_length)
+        self.numbers = drawn[ends_N[drawn] > 0]  # places in the data file
+        self.lengths, self.answer_starts = ends_N[self.numbers], starts_N[self.numbers]  # of the last answer in each
+        self.num_labels = int(num_labels_N[self.numbers].sum())
         self.num_dropped = len(drawn) - len(self.numbers)
         if not len(self.numbers):
             raise InputError(f"data.max_length: none of {len(drawn)} conversations has an answer token within {max_length}")
@@ -69,12 +80,8 @@ class ConversationDataset(Dataset[Example]):
     def __getitem__(self, index: int) -> Example:
         number = int(self.numbers[index])
         row = self.conversations[number]
-        ids = (row.prompt_ids + row.answer_ids)[: self.max_length]
-        return Example(ids, len(row.prompt_ids), number, row.media_prompt)
-
-    @property
-    def num_labels(self) -> int:
-        return int((self.lengths - self.answer_starts).sum())
+        whole = Example(row.prompt_ids + row.answer_ids, len(row.prompt_ids), number, row.media_prompt, row.earlier)
+        return whole.up_to(self.max_length)
 
 
 class EpochSampler(Sampler[list[Item]]):
@@ -196,7 +203,8 @@ def _collate_rows(rows: Sequence[Sequence[Example]]) -> Batch:
         for document, example in enumerate(examples):
             end = start + len(example.input_ids)
             batch.input_ids_BT[row, start:end] = torch.tensor(example.input_ids)
-            batch.loss_mask_BT[row, start + example.answer_start : end] = True
+            for first, after in example.spans:
+                batch.loss_mask_BT[row, start + first : start + after] = True
             batch.position_ids_BT[row, start:] = torch.arange(T - start)  # overwritten by the next one
             batch.document_ids_BT[row, start:end] = document
             batch.conversations_BC[row, document] = example.conversation

@@ -1,6 +1,7 @@
 """On-policy rows: a share of each training batch, on which the draft, as it stands, writes the answer.
 
 The target supervises every position of that answer by its distribution (GKD, 2306.13649; for drafts DistillSpec, 2310.08461).
+Of a row with several answers the draft writes one, drawn, and the row ends with it; those before stay labels.
 Every choice and draw is a function of (seed, optimiser step, micro-batch, row or conversation), so a resumed run decides as an
 undisturbed one. All processes rewrite equally many rows, so they enter the same forwards. The caller unshards a sharded draft.
 B batch, G drafts.
@@ -18,9 +19,10 @@ import torch
 from configs.schema.decoding import SamplingConfig
 from configs.schema.training import DistillConfig
 from distill.dataset.batches import Example, collate
+from distill.dataset.conversations import spans_of
 from distill.generation.continuation import Request, TokenSource, continue_requests
 from heads.frozen.loading import Target
-from heads.modules.interface import NO_DOCUMENT, Batch
+from heads.modules.interface import Batch
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.protocol import RoundInputs
 from heads.sampling.draws import CounterRNG, request_number
@@ -59,6 +61,10 @@ class Rewriter:
         if not selection.rows:
             return batch, 0
         examples, device = examples_of(batch), batch.input_ids_BT.device
+        for row in selection.rows:
+            ends = [end for _, end in examples[row].spans]
+            answer = int(_uniform(f"{selection.key}/answer/{examples[row].conversation}") * len(ends))
+            examples[row] = examples[row].up_to(ends[answer])
         answers: dict[int, list[int]] = {}
         requests = [self._unanswered(row, examples[row], selection.key, answers) for row in selection.rows]
         continue_requests(_DraftSource(draft, self.sampling, device), requests, seed=self.seed)
@@ -105,16 +111,13 @@ class _DraftSource(TokenSource):
 def examples_of(batch: Batch) -> list[Example]:
     """Return the conversations that a batch was collated from."""
     batch = batch.on_host
-    lengths = (batch.document_ids_BT != NO_DOCUMENT).sum(1).tolist()
-    answer_starts = batch.loss_mask_BT.int().argmax(1).tolist()
     ids, conversations = batch.input_ids_BT.tolist(), batch.conversations_BC[:, 0].tolist()
     media = [None] * len(ids) if batch.media is None else batch.media.rows
-    return [
-        Example(tuple(row[:length]), start, conversation, media_prompt)
-        for row, length, start, conversation, media_prompt in zip(
-            ids, lengths, answer_starts, conversations, media, strict=True
-        )
-    ]
+    examples = []
+    for row, flags_T, conversation, media_prompt in zip(ids, batch.loss_mask_BT, conversations, media, strict=True):
+        *earlier, (start, end) = spans_of(flags_T)
+        examples.append(Example(tuple(row[:end]), start, conversation, media_prompt, tuple(earlier)))
+    return examples
 
 
 def _uniform(key: str) -> float:

@@ -217,13 +217,11 @@ class Anchors:
     weights_BA: Tensor  # float32, how many of its conversation's possible anchors each one stands for; 0 on padding
 
     def labelled(self, batch: Batch, ahead: int) -> Tensor:
-        """Return the anchors `[B, A]` for which the token so many places on is a label in the same document, bool."""
-        batch, T = batch.on_host, batch.input_ids_BT.shape[1]
+        """Return the anchors `[B, A]` for which the token so many places on, and all before it, are the same answer's, bool."""
+        T, others_BT = batch.input_ids_BT.shape[1], (~batch.on_host.loss_mask_BT).cumsum(1)
         label_BA = (self.places_BA + ahead).clamp(max=T - 1)
-        documents_BT = batch.document_ids_BT
-        together_BA = documents_BT.gather(1, label_BA) == documents_BT.gather(1, self.places_BA)
-        inside_BA = self.places_BA + ahead < T
-        return self.valid_BA & inside_BA & together_BA & batch.loss_mask_BT.gather(1, label_BA)
+        unbroken_BA = others_BT.gather(1, label_BA) == others_BT.gather(1, self.places_BA)
+        return self.valid_BA & (self.places_BA + ahead < T) & unbroken_BA
 
     def tokens(self, batch: Batch, first: int, count: int) -> Tensor:
         """Return the ids `[B, A, count]` from `first` places behind the anchors on; past a row's edge its outermost token."""

@@ -141,10 +141,14 @@ def _rates(output: Path, seconds: dict[str, Any]) -> Rates:
         fixed_seconds=fixed,
         prompt_seconds=answering / len(rows),
         prompt_tokens=statistics.mean(len(row["prompt_ids"]) for row in rows),
-        answer_lengths=tuple(sorted(len(row["answer_ids"]) for row in rows)),
+        answer_lengths=tuple(sorted(length for row in rows for length in _answer_lengths(row))),
         cache_token_seconds=caching / in_cache,
         train_token_seconds=1 / statistics.median(paces[2:]),
         held_out_seconds=MORE_HELD_OUT * outcome["evaluation_seconds"],
         decoded_token_seconds=SETTLED * by_token / max(1, decoded),
         plain_token_seconds=sum(each["decode_seconds_autoregressive"] for each in speeds) / max(1, decoded),
     )
+
+
+def _answer_lengths(row: dict[str, Any]) -> list[int]:
+    return [*(end - start for start, end in row.get("earlier", [])), len(row["answer_ids"])]

@@ -12,6 +12,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from configs.runtime.errors import InputError
 from configs.runtime.files import new_folder, read_object, write_json, write_text
 from configs.schema.commands.running import RefreshConfig, RunConfig
@@ -87,7 +89,7 @@ def mix(run: RunConfig, suites: Sequence[SuiteConfig], data: Path, folder: Path)
     held_out = [row for row in all_held_out if text_hash(row.user_text) not in known]
     choosing, measured = _share_out(held_out)
     asked = {text_hash(text) for suite in suites for prompt in load_suite(suite).prompts for text in prompt.user_texts}
-    fresh = [row for row in own if text_hash(row.user_text) not in asked]
+    fresh = [row for row in own if asked.isdisjoint(map(text_hash, row.user_texts))]
     if not fresh:
         raise InputError("eval.suites hold every prompt that could be trained on; name others, or more traffic")
     replayed: list[Conversation] = []
@@ -125,7 +127,7 @@ def _draw(path: Path, share: float, identity: TargetIdentity, not_again: Collect
     for difference in check_written_for(path, identity):
         log.warning("%s, which is replayed, was written by a target with other %s", path, difference)
     old = open_conversations(path)
-    places = [place for place, text in enumerate(index_of(old).user_texts.tolist()) if text not in not_again]
+    places = np.flatnonzero(~index_of(old).asking(not_again)).tolist()
     wanted = round(num_fresh * share / (1 - share))
     if wanted > len(places):
         log.warning("%s has %d conversations to replay, of the %d wanted", path, len(places), wanted)
@@ -133,13 +135,16 @@ def _draw(path: Path, share: float, identity: TargetIdentity, not_again: Collect
 
 
 def _share_out(held_out: Sequence[Conversation]) -> tuple[list[Conversation], list[Conversation]]:
-    """Return the conversations of prompts that choose a checkpoint, and the first turns of those that are measured."""
-    prompts = list(dict.fromkeys(row.prompt_id for row in held_out))
+    """Return the conversations of prompts that choose a checkpoint, and a turn of each measured chat, drawn by its id."""
+    chats: dict[str, list[Conversation]] = {}
+    for row in held_out:
+        chats.setdefault(row.prompt_id, []).append(row)
+    prompts = list(chats)
     if len(prompts) < 2:
         raise InputError(
             f"data.held_out_share: {len(prompts)} prompt of the traffic is held out that the served draft was not trained on, "
             "and two are needed, to choose a checkpoint and to measure: raise it, or give a longer log"
         )
     choosing = set(prompts[::CHOOSING])
-    measured = {row.prompt_id: row for row in held_out if row.turn == 0 and row.prompt_id not in choosing}
-    return [row for row in held_out if row.prompt_id in choosing], list(measured.values())
+    measured = [rows[text_hash(name) % len(rows)] for name, rows in chats.items() if name not in choosing]
+    return [row for row in held_out if row.prompt_id in choosing], measured

@@ -10,13 +10,15 @@ from distill.dataset.batches import ConversationDataset, collate
 from distill.dataset.conversations import Conversation
 
 
-def conversation(prompt_ids, answer_ids, prompt_id="p"):
-    """Return a conversation of these tokens, without messages."""
+def conversation(prompt_ids, answer_ids, prompt_id="p", earlier=()):
+    """Return a conversation of these tokens, whose messages have no texts; without `earlier` answers it has none."""
+    turn = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]
     return Conversation(
         prompt_id=prompt_id,
         category="c",
         turn=0,
-        messages=(),
+        messages=tuple(turn * (len(earlier) + 1 if earlier else 0)),
+        earlier=earlier,
         prompt_ids=tuple(prompt_ids),
         answer_ids=tuple(answer_ids),
         ended=False,

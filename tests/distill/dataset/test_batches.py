@@ -53,6 +53,18 @@ def test_long_conversations_are_cut_at_the_end_and_those_without_an_answer_left_
     assert dataset.num_labels == 3
 
 
+@pytest.mark.parametrize(
+    ("max_length", "mask", "starts"), [(9, [0, 1, 1, 0, 0, 1, 0, 1], 7), (7, [0, 1, 1, 0, 0, 1], 5), (2, [0, 1], 1)]
+)
+def test_all_answers_of_a_row_are_labels_as_far_as_it_goes(max_length, mask, starts):
+    dataset = ConversationDataset([conversation(tuple(range(11, 18)), (21,), earlier=((1, 3), (5, 6)))], max_length)
+    batch = collate(dataset)
+    assert batch.loss_mask_BT.int().tolist() == [mask]
+    assert batch.input_ids_BT[0].tolist() == [*range(11, 18), 21][: len(mask)]
+    assert (dataset.lengths.tolist(), dataset.answer_starts.tolist()) == ([len(mask)], [starts])
+    assert (dataset.num_labels, batch.num_labels) == (sum(mask), sum(mask))
+
+
 def test_fewer_conversations_are_part_of_more_and_no_more_than_there_are():
     rows = [conversation((number,), (1, 2)) for number in range(50)]
     few, more = (ConversationDataset(rows, 8, number) for number in (10, 30))

@@ -17,6 +17,8 @@ from distill.dataset.conversations import (
     index_of,
     open_conversations,
     read_conversations,
+    share_rows,
+    text_hash,
 )
 from heads.frozen.identity import TargetIdentity
 
@@ -36,7 +38,19 @@ def conversation(number, prompt=4, answer=9):
     )
 
 
-ROWS = [conversation(number) for number in range(20)]
+def chat(*turns, answer="Well.", prompt=(1, 2)):
+    """Return the rows of a chat whose prompts go on from the answers before, a row a turn."""
+    rows, messages, ids = [], (), prompt
+    for turn, said in enumerate(turns):
+        asked = (*messages, {"role": "user", "content": said})
+        messages = (*asked, {"role": "assistant", "content": answer})
+        settings = {"prompt_ids": ids, "answer_ids": (30 + turn, 5), "ended": True, "messages": messages}
+        rows.append(Conversation(prompt_id="chat", category="c", turn=turn, **settings))
+        ids = (*ids, 30 + turn, 5, 6, 7)
+    return rows
+
+
+ROWS = [*(conversation(number) for number in range(19)), *share_rows(chat("one", "two", "three"))]
 
 
 @pytest.fixture
@@ -58,6 +72,24 @@ def test_rows_come_back_as_they_were(path):
     assert list(ConversationDataset(rows, 13)) == list(ConversationDataset(ROWS, 13))
 
 
+def test_turns_whose_prompts_go_on_share_a_row_and_others_keep_their_own():
+    turns = chat("one", "two", "three")
+    (row,) = share_rows(turns)
+    assert row.answers == [turn.answer_ids for turn in turns]
+    assert (row.messages, row.earlier, row.user_texts) == (
+        turns[2].messages,
+        ((2, 4), (6, 8)),
+        ["one", "one\ntwo", "one\ntwo\nthree"],
+    )
+    index = index_of([conversation(0), row])
+    assert index.asking([text_hash("ONE  two")]).tolist() == [False, True]
+    assert index.answer_counts[[5, 30, 32]].tolist() == [4, 1, 1]
+    rewritten = dataclasses.replace(turns[1], prompt_ids=(1, 2, 30, 9, 6, 7))  # the template left something of an answer out
+    assert share_rows([turns[0], rewritten]) == [turns[0], rewritten]
+    assert share_rows([turns[0], turns[2]]) == [turns[0], turns[2]]  # the turn between has no row
+    assert [len(each.earlier) for each in share_rows([turns[0], rewritten, turns[2]])] == [0, 0, 0]
+
+
 def with_field(**field):
     return conversation(1).to_line() + json.dumps(json.loads(conversation(1).to_line()) | field)
 
@@ -75,6 +107,9 @@ def with_field(**field):
         (with_field(turn="0"), "line 2: turn"),
         (with_field(messages=[{"role": "user"}]), "line 2: messages"),
         (with_field(ended=1), "line 2: ended"),
+        (with_field(earlier=[[0, 2]]), "line 2: .*earlier"),
+        (with_field(earlier=[[1, 9]]), "line 2: .*earlier"),
+        (with_field(earlier=[[1, 2]]), "line 2: .*earlier"),
     ],
 )
 def test_a_bad_line_is_named(path, content, complaint):

@@ -1,5 +1,5 @@
-"""The distribution of packing: the loss of a packed batch and all its gradients are those of its conversations in a row
-each."""
+"""The loss of conversations that share rows, and all its gradients: packed, they are those of a row each; several answers in
+a row, those of as many rows, each a prompt and its answer."""
 
 import pytest
 import torch
@@ -57,6 +57,19 @@ def both_ways():
     return collate(alone), collate_packed([[alone[number] for number in row] for row in ROWS])
 
 
+def shared_or_not(shared):
+    """A chat of three answers, two tokens of the user's before the later ones, and another: in two rows, in one, or in four."""
+    ids, other = (
+        tuple(torch.randint(1, checks.VOCAB_SIZE, (26,), generator=torch.Generator().manual_seed(1)).tolist()),
+        examples()[4],
+    )
+    spans = (4, 9), (11, 16), (18, 26)
+    chat = Example(ids, 18, 0, None, spans[:2])
+    if shared == "each":
+        return collate([*(Example(ids[:end], start, number) for number, (start, end) in enumerate(spans)), other])
+    return collate_packed([[chat, other]]) if shared == "packed" else collate([chat, other])
+
+
 def loss_and_gradients(module, loss):
     module.zero_grad()
     loss.backward()
@@ -80,23 +93,28 @@ def head_result(objective, model, batch):
 
 
 @pytest.mark.parametrize(("name", "family"), CASES)
-def test_a_head_learns_the_same_from_packed_rows(as_target, name, family):
+def test_a_head_learns_the_same_from_shared_rows(as_target, name, family):
     target = as_target(checks.tiny_target(family))
     head = checks.build(TypeAdapter(HeadConfig).validate_python(SETTINGS[name]), target.model)
     objective = HeadObjective(head, target, LossConfig(divergence={"forward_kl": 1.0, "cross_entropy": 0.5}))
-    alone, packed = (head_result(objective, target.model, batch) for batch in both_ways())
-    for field in ("labels_K", "origins_K", "reached_K", "joint_agrees_K"):
-        assert torch.equal(getattr(alone, field), getattr(packed, field))
-    assert_same(loss_and_gradients(objective, packed.loss), loss_and_gradients(objective, alone.loss))
+    for alone, *shared in (both_ways(), map(shared_or_not, ("each", "unpacked", "packed"))):
+        expected = head_result(objective, target.model, alone)
+        plain = loss_and_gradients(objective, expected.loss)
+        for found in (head_result(objective, target.model, batch) for batch in shared):
+            for field in ("labels_K", "origins_K", "reached_K", "joint_agrees_K"):
+                assert torch.equal(getattr(expected, field), getattr(found, field))
+            assert_same(loss_and_gradients(objective, found.loss), plain)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_neox"])
-def test_a_draft_learns_the_same_from_packed_rows(as_target, family):
+def test_a_draft_learns_the_same_from_shared_rows(as_target, family):
     target = as_target(checks.tiny_target(family))
     torch.manual_seed(1)
     draft = type(target.model)(target.model.config).double()
     objective = DraftObjective(draft, target, LossConfig(divergence={"forward_kl": 1.0, "cross_entropy": 0.5}, chunk_size=7))
-    alone, packed = (
-        loss_and_gradients(objective, objective(batch, target_hidden(target, batch)).loss) for batch in both_ways()
-    )
-    assert_same(packed, alone)
+    for batches in (both_ways(), map(shared_or_not, ("each", "unpacked", "packed"))):
+        alone, *shared = (
+            loss_and_gradients(objective, objective(batch, target_hidden(target, batch)).loss) for batch in batches
+        )
+        for found in shared:
+            assert_same(found, alone)

@@ -94,6 +94,21 @@ def test_greedy_rows_are_the_drafts_own_continuations_of_their_prompts(rewriter,
     assert num_written == 45 + 3
 
 
+def test_of_several_answers_one_is_the_drafts_and_those_before_stay_labels(rewriter, draft):
+    chat, lengths = Example(tuple(range(7, 27)), 15, 0, None, ((3, 6), (8, 12))), Counter[int]()
+    for step in range(30):
+        batch, _ = rewriter(temperature=0.0).rewrite(collate([chat]), chosen(0, key=f"0/{step}/0"), draft)
+        (found,) = examples_of(batch)
+        number = len(found.earlier)
+        assert found.earlier == chat.earlier[:number]
+        assert found.spans[-1] == chat.spans[number]
+        assert found.input_ids == naive_greedy(
+            draft, chat.input_ids[: found.answer_start], len(found.input_ids) - found.answer_start
+        )
+        lengths[number] += 1
+    assert min(lengths[number] for number in range(3)) >= 4
+
+
 def test_a_row_ends_with_the_first_token_that_ends_a_text_and_its_neighbours_go_on(rewriter, draft, target, as_target):
     whole = naive_greedy(draft, EXAMPLES[1].input_ids[:5], 45)
     neighbour = naive_greedy(draft, EXAMPLES[0].input_ids[:3], 6)
