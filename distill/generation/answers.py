@@ -20,6 +20,7 @@ from configs.schema.data import AnswersConfig
 from distill.dataset.conversations import Conversation, Message
 from distill.generation.continuation import Request, TargetSource, continue_requests, up_to_end
 from distill.generation.prompts import Prompt, encode_prompt
+from distill.generation.turns import answer_of, said_since, turns_of
 from heads.frozen.loading import Target
 from heads.sampling.draws import request_number
 
@@ -42,14 +43,19 @@ class Answered(NamedTuple):
 
 
 class Dialogue:
-    """A prompt under way: `ask` for a turn, `take` its answer, and so on until nothing is asked."""
+    """A chat under way: `ask` for a turn, `take` its answer, and so on until nothing is asked.
+
+    The chat goes on from the answer that was taken. It goes on from the source's own where there is none or only the beginning
+    of one, and where a tool's result follows, which is the result of what the source's answer called.
+    """
 
     def __init__(self, target: Target, prompt: Prompt, max_new_tokens: int) -> None:
-        self.target, self.prompt = target, prompt
+        self.target, self.turns = target, turns_of(prompt)
         self.max_new_tokens = max_new_tokens
         self.rows: list[dict[str, Any]] = []
         self.dropped = Counter[str]()
-        self._said, self._turn = prompt.messages, 0
+        self._said: list[Message] = []
+        self._turn = 0
         self._asked: tuple[int, ...] = ()
 
     @property
@@ -59,40 +65,51 @@ class Dialogue:
 
     def ask(self) -> Request | None:
         """Return the request for the next turn's answer; None where there is none."""
-        if self._turn == len(self.prompt.turns):
+        if self._turn == len(self.turns):
             return None
-        if self._turn:
-            self._said.append({"role": "user", "content": self.prompt.turns[self._turn]})
-        tools, media, longest = self.prompt.tools, self.prompt.media, self.target.max_positions
+        prompt = self.turns[self._turn]
+        self._said += said_since(self.turns, self._turn)
+        tools, media, longest = prompt.tools, prompt.media, self.target.max_positions
         self._asked = tuple(self.target.encode_chat(self._said, tools=tools, media=media))
         if len(self._asked) >= longest:
-            self._drop(NO_ROOM)
+            self._go_on(NO_ROOM, None)
             return None
         return Request(
             prompt_ids=self._asked,
             limit=min(longest, len(self._asked) + self.max_new_tokens),
-            number=request_number(f"{self.prompt.prompt_id}/{self._turn}"),
+            number=request_number(f"{prompt.prompt_id}/{self._turn}"),
             has_ended=lambda request: request.tokens[-1] in self.target.eos_token_ids,
             media_prompt=self.target.media_prompt(self._said, media, tools=tools),
         )
 
     def take(self, answer: Sequence[int] | str) -> None:
         """Note the answer to what was asked, or why there is none."""
+        given = answer_of(self.turns[self._turn])
         if isinstance(answer, str):
-            self._drop(answer)
+            self._go_on(answer, given)
             return
         text = str(self.target.tokenizer.decode(list(answer), skip_special_tokens=True))
-        self._said.append({"role": "assistant", "content": text})
-        outcome = _conversation(self.target, self.prompt, self._turn, tuple(self._said), self._asked, answer)
+        own: Message = {"role": "assistant", "content": text}
+        prompt, messages = self.turns[self._turn], (*self._said, own)
+        outcome = _conversation(self.target, prompt, self._turn, messages, self._asked, answer)
         if isinstance(outcome, str):
-            self._drop(outcome)
+            self._go_on(outcome, given)
             return
         self.rows.append(asdict(outcome))
-        self._turn += 1
+        following = said_since(self.turns, self._turn + 1)[:1] if self._turn + 1 < len(self.turns) else []
+        is_of_source = given is not None and (not outcome.ended or any(each["role"] != "user" for each in following))
+        self._go_on(None, given if is_of_source else own)
 
-    def _drop(self, reason: str) -> None:
-        self.dropped.update({reason: 1, UNREACHED: len(self.prompt.turns) - self._turn - 1})
-        self._turn = len(self.prompt.turns)
+    def _go_on(self, dropped: str | None, answer: Message | None) -> None:
+        """Go on to the next turn after an answer; where there is none, the turns that are left are lost."""
+        self._turn += 1
+        if dropped is not None:
+            self.dropped[dropped] += 1
+        if answer is not None:
+            self._said.append(answer)
+            return
+        self.dropped[UNREACHED] += len(self.turns) - self._turn
+        self._turn = len(self.turns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,24 +200,33 @@ class AnswerJob:
 
 
 def existing_answers(target: Target, max_new_tokens: int) -> Answered:
-    """Encode prompts with the answers that they bring (`check_given`), longer ones cut off at `max_new_tokens`."""
+    """Encode every turn of prompts with the answer that it brings (`check_given`), longer ones cut off at `max_new_tokens`."""
     dropped = Counter[str]()
 
     def rows_of(prompt: Prompt) -> list[Conversation]:
-        prompt_ids = encode_prompt(target, prompt)
-        messages = (*prompt.messages, {"role": "assistant", **prompt.answer_keys, "content": str(prompt.answer)})
-        whole = target.encode_chat(messages, tools=prompt.tools, answer_follows=False, media=prompt.media)
-        outcome: Conversation | str = NOT_A_CONTINUATION
-        if tuple(whole[: len(prompt_ids)]) == prompt_ids:
-            longest = min(max_new_tokens, target.max_positions - len(prompt_ids))
-            answer_ids = up_to_end(whole[len(prompt_ids) :], target.eos_token_ids)[:longest]
-            outcome = _conversation(target, prompt, 0, messages, prompt_ids, answer_ids)
-        if isinstance(outcome, str):
-            dropped[outcome] += 1
-            return []
-        return [outcome]
+        rows = []
+        for number, turn in enumerate(turns_of(prompt)):
+            if (answer := answer_of(turn)) is None:
+                continue
+            outcome = _existing(target, turn, number, answer, max_new_tokens)
+            if isinstance(outcome, str):
+                dropped[outcome] += 1
+            else:
+                rows.append(outcome)
+        return rows
 
     return Answered(rows_of, dropped)
+
+
+def _existing(target: Target, prompt: Prompt, turn: int, answer: Message, max_new_tokens: int) -> Conversation | str:
+    """Return a turn with the answer that it brings, or the reason why it is dropped."""
+    prompt_ids, messages = encode_prompt(target, prompt), (*prompt.messages, answer)
+    whole = target.encode_chat(messages, tools=prompt.tools, answer_follows=False, media=prompt.media)
+    if tuple(whole[: len(prompt_ids)]) != prompt_ids:
+        return NOT_A_CONTINUATION
+    longest = min(max_new_tokens, target.max_positions - len(prompt_ids))
+    answer_ids = up_to_end(whole[len(prompt_ids) :], target.eos_token_ids)[:longest]
+    return _conversation(target, prompt, turn, messages, prompt_ids, answer_ids)
 
 
 def _conversation(

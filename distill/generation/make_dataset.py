@@ -23,7 +23,7 @@ from configs.runtime.files import drop_leftovers, folder_lock, new_folder, sha25
 from configs.runtime.redaction import mask_secrets
 from configs.runtime.run_record import Journal, fingerprint, fingerprint_of, write_run_record
 from configs.schema.data import DataConfig
-from distill.dataset.conversations import FORMAT_VERSION, MANIFEST, WRITTEN_BY
+from distill.dataset.conversations import FORMAT_VERSION, MANIFEST, WRITTEN_BY, share_rows, text_hash
 from distill.generation.answers import ANSWER_JOURNALS, Answered, AnswerJob, existing_answers
 from distill.generation.prompts import TOO_LONG, Prompt, Split, encode_prompt, fit_prompts, split_prompts
 from distill.generation.self_seeding import self_seed
@@ -138,10 +138,11 @@ def write_dataset(
     """Put the finished folder in place, all of it or nothing; one prompt's conversations are in memory at a time."""
     sides = {"train": split.train, "held_out": split.held_out}
     counts: dict[str, dict[str, Any]] = {}
+    learnt = set[int]()
     dropped = dropped + Counter(split.dropped)
     with new_folder(Path(config.output)) as folder:
         for name, side in sides.items():
-            counts[name] = _write_side(folder / f"{name}.jsonl", side, answered)
+            counts[name] = _write_side(folder / f"{name}.jsonl", side, answered, learnt, trains=name == "train")
             if not counts[name]["conversations"]:
                 raise InputError(f"no answer is left to any {name} prompt (dropped: {dict(answered.dropped)})")
         manifest = {
@@ -195,17 +196,25 @@ def _writer(config: DataConfig, target: Target) -> tuple[Any, ...]:
     return (FORMAT_VERSION, target.identity.to_dict(), settings.dtype, settings.attention, settings.forward, config.seed)
 
 
-def _write_side(path: Path, prompts: Sequence[Prompt], answered: Answered) -> dict[str, Any]:
+def _write_side(path: Path, prompts: Sequence[Prompt], answered: Answered, learnt: set[int], *, trains: bool) -> dict[str, Any]:
+    """Write a side's conversations and count them. `learnt` are hashes of what is asked in turns that are trained on.
+
+    Chats of both sides may begin with the same turn, which is then held out of neither: it is no held-out conversation.
+    """
     total, kinds = Counter[str](), Counter[str]()
     with path.open("w", encoding="utf-8") as file:
         for prompt in prompts:
-            rows = answered.rows_of(prompt)
-            total["prompts"] += bool(rows)
-            for row in rows:
+            found = answered.rows_of(prompt)
+            turns = [row for row in found if trains or text_hash(row.user_text) not in learnt]
+            total.update(prompts=bool(turns), also_in_train=len(found) - len(turns))
+            for turn in turns:
+                total.update(answers=1, answer_tokens=len(turn.answer_ids), cut_off=not turn.ended)
+            for row in share_rows(turns) if trains else turns:
                 file.write(row.to_line())
-                total.update(conversations=1, answer_tokens=len(row.answer_ids), cut_off=not row.ended)
+                total["conversations"] += 1
                 kinds[row.category] += 1
+                learnt.update(map(text_hash, row.user_texts if trains else ()))
     return {
-        **{name: total[name] for name in ("prompts", "conversations", "answer_tokens", "cut_off")},
+        **{name: total[name] for name in ("prompts", "conversations", "answers", "answer_tokens", "cut_off", "also_in_train")},
         "by_kind": dict(sorted(kinds.items())),
     }

@@ -138,7 +138,7 @@ class ServerAnswerJob(AnswerJob):
             while (request := dialogue.ask()) is not None:
                 dialogue.take(self.write(request.prompt_ids, request.number, request.limit - len(request.prompt_ids)))
         except (GaveUp, Refused) as error:
-            raise type(error)(f"prompt {dialogue.prompt.prompt_id}: {error}; {KEPT}") from error
+            raise type(error)(f"prompt {self.prompts[number].prompt_id}: {error}; {KEPT}") from error
         return dialogue.piece
 
     def write(self, prompt_ids: Sequence[int], request: int, max_new_tokens: int) -> list[int] | str:

@@ -28,6 +28,7 @@ from configs.runtime.files import json_object
 from configs.schema.data import PromptsConfig
 from distill.generation.prompts import UNCATEGORISED, Prompt
 from distill.generation.row_forms import COLUMN, detect_format, read_row
+from distill.generation.turns import turns_of
 from heads.frozen.loading import Target
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
@@ -196,7 +197,7 @@ def check_readable(target: Target, prompts: Sequence[Prompt], *, written_here: b
 
 
 def check_given(prompts: Sequence[Prompt]) -> None:
-    without = [prompt.prompt_id for prompt in prompts if prompt.answer is None]
+    without = [prompt.prompt_id for prompt in prompts if all(turn.answer is None for turn in turns_of(prompt))]
     if without:
         missing = f"{len(without)} of {len(prompts)} prompts bring no answer, the first is {without[0]}"
         raise InputError(f"answers.written_by 'dataset': {missing}; leave those rows out, or set it to target")

@@ -5,10 +5,20 @@ import torch
 
 from configs.runtime.errors import InputError
 from configs.schema.data import AnswersConfig
-from distill.generation.answers import EMPTY, NO_ROOM, NOT_A_CONTINUATION, UNREACHED, AnswerJob, existing_answers
+from distill.generation.answers import (
+    EMPTY,
+    NO_ROOM,
+    NOT_A_CONTINUATION,
+    UNREACHED,
+    AnswerJob,
+    Dialogue,
+    existing_answers,
+)
 from distill.generation.continuation import TargetSource
 from distill.generation.prompts import Prompt, encode_prompt
+from distill.generation.row_forms import read_row
 from distill.generation.sources import check_given
+from distill.generation.turns import answer_of, said_since, turns_of
 from heads.inference.kv_cache import RowCache
 from tests.support.writing import answer_prompts
 
@@ -88,6 +98,60 @@ def test_later_turns_follow_the_targets_own_answers_until_one_does_not_fit(byte_
     assert dropped == {NO_ROOM: 1, UNREACHED: 1}
 
 
+SYSTEM, HI, AND, CALL, RESULT = (
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": "hi"},
+    {"role": "user", "content": "and?"},
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+    {"role": "tool", "content": "4"},
+)
+WELL = {"role": "assistant", "content": "Well."}
+
+
+def chat(*messages):
+    return read_row({"messages": list(messages)}, "messages", "row 0", setting="prompts.field")
+
+
+def test_every_turn_of_a_chat_is_a_prompt_with_what_was_said_and_answered_in_it():
+    turns = turns_of(chat(SYSTEM, HI, CALL, RESULT, WELL, AND))
+    assert [turn.messages for turn in turns] == [
+        [SYSTEM, HI],
+        [SYSTEM, HI, CALL, RESULT],
+        [SYSTEM, HI, CALL, RESULT, WELL, AND],
+    ]
+    assert [answer_of(turn) for turn in turns] == [CALL, WELL, None]
+    assert [said_since(turns, number) for number in range(3)] == [[SYSTEM, HI], [RESULT], [AND]]
+    plain = turns_of(Prompt(prompt_id="p", category="c", turns=("one", "two")))
+    assert [turn.turns for turn in plain] == [("one",), ("two",)]
+    assert [len(turns_of(chat(*said))) for said in ([WELL, HI], [HI, WELL, WELL, AND], [HI, HI, WELL])] == [1, 2, 1]
+
+
+def taken(target, prompt, *answers):
+    """Return the messages asked at each turn, and the turns without an answer, where these texts are the answers."""
+    dialogue, asked = Dialogue(target, prompt, 100), []
+    for answer in answers:
+        if dialogue.ask() is None:
+            break
+        asked.append(list(dialogue._said))
+        ids = target.tokenizer(answer, add_special_tokens=False)["input_ids"] if answer is not None else EMPTY
+        dialogue.take(ids)
+    assert dialogue.ask() is None
+    return asked, dialogue.piece["dropped"]
+
+
+def test_a_chat_goes_on_from_the_targets_answer_or_from_its_sources(byte_target):
+    own, cut = {"role": "assistant", "content": "Own."}, "Ow"
+    end = byte_target.tokenizer.eos_token
+    first, last = [SYSTEM, HI], [own, AND]
+    chats = chat(SYSTEM, HI, WELL, AND), chat(SYSTEM, HI, CALL, RESULT, WELL)
+    assert taken(byte_target, chats[0], f"Own.{end}", "x") == ([first, first + last], {})
+    for answer, dropped in ((cut, {}), (None, {EMPTY: 1})):
+        assert taken(byte_target, chats[0], answer, "x") == ([first, [*first, WELL, AND]], dropped)
+    assert taken(byte_target, chats[1], f"Own.{end}", "x") == ([first, [*first, CALL, RESULT]], {})
+    plain = Prompt(prompt_id="p", category="c", turns=("hi", "and?", "so?"))
+    assert taken(byte_target, plain, None) == ([[HI]], {EMPTY: 1, UNREACHED: 2})
+
+
 def test_two_processes_write_what_one_writes_and_answers_of_another_job_are_written_again(job):
     alone, shared = job("alone"), job("shared")
     alone.work(rank=0, num_processes=1)
@@ -156,7 +220,7 @@ def test_an_answer_has_its_thinking_and_its_calls_as_the_template_writes_them(by
         answer="Well.",
         answer_keys=keys,
     )
-    (row,) = existing_answers(byte_target, 100).rows_of(result)
+    (row,) = existing_answers(byte_target, 100).rows_of(result)  # the user's message and the tool's have one answer
     assert byte_target.tokenizer.decode(row.prompt_ids) == "user:hi;tool:4;assistant:"
     assert byte_target.tokenizer.decode(row.answer_ids) == "<hm>Well.[f];"
     assert row.user_text == result.user_text == "hi"

@@ -83,9 +83,12 @@ def test_tools_are_shown_to_the_target_and_kept_for_the_evaluation(config, tmp_p
     for row in [*kept[0], *kept[1]]:
         asked = row.messages[0]["content"]
         assert bool(row.tools) == bool(int(asked.split()[1]) % 2)
-        assert loaded.tokenizer.decode(row.prompt_ids) == f"{'Tweather' if row.tools else ''}{asked}||rain|so|"
-        assert (row.messages[-1]["content"] == "no") == (written_by == "dataset")
-        assert row.messages[1]["tool_calls"] == [{**CALL, "function": {"name": "weather", "arguments": {}}}]
+        prompt = loaded.tokenizer.decode(row.prompt_ids)
+        assert prompt == f"{'Tweather' if row.tools else ''}{asked}|{'|rain|so|' if row.turn else ''}"
+        assert ([row.turn, row.messages[-1]["content"]] == [1, "no"]) == (written_by == "dataset" and row.turn == 1)
+        if row.turn or written_by == "dataset":
+            assert row.messages[1]["tool_calls"] == [{**CALL, "function": {"name": "weather", "arguments": {}}}]
+    assert sum(len(row.spans) for row in kept[0]) == 2 * json.loads(files["manifest.json"])["counts"]["train"]["prompts"]
     assert json.loads(files["manifest.json"])["answers_written_by"] == written_by
     assert is_written_by_target(Path(config.output) / "train.jsonl") == (written_by == "target")
     suite = load_suite(SuiteConfig(path=str(Path(config.output) / "held_out.jsonl")))
