@@ -7,6 +7,7 @@ artifact holds none.
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, 
 from configs.runtime.errors import ConfigError, InputError, first_line
 from configs.schema.target import TargetConfig
 from configs.schema.training import LoraSettings, StudentConfig
+from heads.device import restored_random_state
 from heads.frozen.hidden_states import blocks, causal_config, config_of_blocks, num_blocks, overridden
 from heads.frozen.identity import hash_tokenizer, locate
 from heads.frozen.loading import Target, move
@@ -32,6 +34,8 @@ from heads.inference.model_checks import check_on_probe, check_rolls_back, check
 from heads.inference.runner import backbone
 
 UNTRUSTED = {"trust_remote_code": False}  # otherwise transformers asks on the terminal
+
+log = logging.getLogger("draftsmith")
 
 
 def initial_draft(config: StudentConfig, target: Target) -> PreTrainedModel:
@@ -77,7 +81,7 @@ def merge_adapters(draft: PreTrainedModel) -> None:
 
 
 def _other_model(path: str, target: Target) -> PreTrainedModel:
-    """Load a smaller model; its tokenizer must be the target's, while its embedding may hold more padded rows."""
+    """Load a smaller model with the target's tokenizer, and give it as many tokens as the target has, for which engines ask."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **UNTRUSTED)
         draft = loader_of(locate(TargetConfig(name=path)), torch.float32)()
@@ -92,7 +96,24 @@ def _other_model(path: str, target: Target) -> PreTrainedModel:
     rows, needed = draft.config.get_text_config().vocab_size, len(target.tokenizer)
     if rows < needed:
         raise InputError(f"student.path: {path} has a vocabulary of {rows}, the target's tokenizer {needed}")
+    if rows != target.vocab_size:
+        log.info("student.path: %s has %d rows of tokens, and gets the target's %d", path, rows, target.vocab_size)
+        resize_vocabulary(draft, target.vocab_size)
     return draft
+
+
+def resize_vocabulary(model: PreTrainedModel, size: int) -> None:
+    """Cut the last rows off a causal LM's embedding and head, or add rows, in place.
+
+    Rows that are added are the mean of those there: such a logit is never above the largest.
+    """
+    known = model.config.get_text_config().vocab_size
+    with restored_random_state(model.device):  # new rows are drawn before they get their values
+        model.resize_token_embeddings(size, mean_resizing=False)
+    with torch.no_grad():
+        for part in (model.get_input_embeddings(), model.get_output_embeddings()):
+            for weight in part.parameters():
+                weight[known:] = weight[:known].mean(0)
 
 
 def overridden_config(overrides: dict[str, bool | int | float | str], model: PreTrainedModel) -> PreTrainedConfig:

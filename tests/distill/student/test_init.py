@@ -44,6 +44,22 @@ def test_a_smaller_model_with_another_tokenizer_or_without_rows_for_every_token_
         initial_draft(config, target)
 
 
+@pytest.mark.parametrize(("rows", "of_target"), [(64, 72), (80, 64)])
+def test_a_smaller_model_gets_as_many_tokens_as_the_target_and_those_it_gains_never_win(
+    rows, of_target, tmp_path, tiny_llama, tiny_tokenizer, as_target
+):
+    model = tiny_llama(seed=3, vocab_size=rows, dtype=torch.float32)
+    for each in (model, tiny_tokenizer):
+        each.save_pretrained(tmp_path)
+    target = as_target(tiny_llama(seed=1, vocab_size=of_target, dtype=torch.float32))
+    draft, state = initial_draft(StudentConfig(init="model", path=str(tmp_path)), target), torch.get_rng_state()
+    logits, shared = draft(input_ids=IDS).logits, min(rows, of_target)
+    assert (draft.config.vocab_size, logits.shape[-1]) == (of_target, of_target)
+    torch.testing.assert_close(logits[..., :shared], model(input_ids=IDS).logits[..., :shared])
+    assert bool((logits.argmax(-1) < shared).all())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_a_fresh_draft_is_the_targets_config_with_some_values_replaced(target):
     overrides = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     draft = initial_draft(StudentConfig(init="fresh", overrides=overrides), target)
