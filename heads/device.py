@@ -145,13 +145,18 @@ def has_graphs(device: torch.device) -> bool:
 
 @cache
 def has_compiler(device: torch.device) -> bool:
-    """Return whether torch.compile makes code for the device; for a CPU that takes a C++ compiler and Python's headers."""
-    if device.type != "cpu":
-        return has_graphs(device)
+    """Return whether torch.compile makes code for the device: for a CPU in float32, for others in bfloat16, as training runs.
+
+    It takes a C++ compiler for a CPU, Triton and a C compiler for CUDA, and Python's headers for either.
+    """
+    near = keeps_small_tensors_near(device)
+    if not near and not has_graphs(device):
+        return False
     try:
-        torch.compile(torch.neg)(torch.ones(2))
+        dtype = torch.float32 if near else torch.bfloat16
+        torch.compile(torch.neg, fullgraph=True)(torch.ones(2, device=device, dtype=dtype))
     except MISSING as error:
-        log.info("nothing is compiled for the CPU: %s", first_line(error))
+        log.info("nothing is compiled for %s: %s", device, first_line(error))
         return False
     return True
 

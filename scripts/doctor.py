@@ -39,7 +39,7 @@ TOOLS = {
     "llama_cpp": "`--for gguf`; `sh scripts/setup_llama_cpp.sh`",
     "openvino": "`--for openvino`; `sh scripts/setup_engine.sh openvino`",
     "deepspeed": "configs/accelerate/zero*.yaml; `pip install 'draftsmith[cluster]'`",
-    os.environ.get("CXX") or "g++": "a compiled loss on a CPU",
+    os.environ.get("CXX") or "g++": "a compiled loss, and on a GPU compiled attention",
     "git": "the commit in run.json",
     "sbatch": "`draftsmith run --on slurm`",
     "kubectl": "`draftsmith run --on k8s`",

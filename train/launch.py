@@ -31,6 +31,7 @@ from distill.dataset.conversations import (
     open_conversations,
 )
 from distill.server.states import EngineStates
+from heads.device import choose_device, same_device
 from heads.frozen.identity import remembered_sha256
 from heads.frozen.loading import Target, load_target
 from heads.frozen.processes import join_processes, naming_lost_processes
@@ -124,10 +125,11 @@ def make_training_loader(config: Recipe, dataset: ConversationDataset, *, num_ba
 
 def load_materials(config: Recipe, accelerator: Accelerator) -> Materials:
     """Load target and conversations; warn where the data was written by another target."""
-    if config.target.device not in ("auto", accelerator.device.type, str(accelerator.device)):
+    asked = config.target.device
+    if asked != "auto" and not same_device(choose_device(asked), accelerator.device):
         raise ConfigError(
             f"target.device: training runs on {accelerator.device}, where accelerate put this process, got "
-            f"{config.target.device}; give auto, and choose GPUs by CUDA_VISIBLE_DEVICES or accelerate's gpu_ids"
+            f"{asked}; give auto, and choose GPUs by CUDA_VISIBLE_DEVICES or accelerate's gpu_ids"
         )
     train_path, held_out_path = Path(config.data.train), Path(config.data.held_out)
     train_rows, held_out_rows = open_conversations(train_path), open_conversations(held_out_path)
@@ -189,9 +191,8 @@ def make_accelerator(schedule: ScheduleConfig, output: Path) -> Accelerator:
                 kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],  # no copy of the gradients
             )
     except ValueError as error:
-        raise ConfigError(
-            f"schedule.mixed_precision: {schedule.mixed_precision} cannot be used: {first_line(error)}"
-        ) from error
+        what = f"schedule.mixed_precision: {schedule.mixed_precision}" if "precision" in str(error) else "accelerate's config"
+        raise ConfigError(f"{what} cannot be used: {first_line(error)}") from error
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # a line a checkpoint about weights that are tied
     unset_hf_deepspeed_config()  # under ZeRO-3 transformers would shard each model that it loads, also the target
     return accelerator

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from heads.device import has_graphs, keeps_small_tensors_near
+from heads.device import has_compiler, has_graphs, keeps_small_tensors_near
 from heads.inference.kv_cache import RowCache
 from heads.modules.layers import DraftAttention, LayerKeys, Rotation
 
@@ -84,7 +84,7 @@ def read_ranges(q_BNXH: Tensor, k_BMTH: Tensor, v_BMTH: Tensor, ranges: Ranges) 
     values. A query with an empty range gets any values, and the lowest number as its logarithm.
     """
     q, k = q_BNXH.to(v_BMTH.dtype), k_BMTH.to(v_BMTH.dtype)
-    if has_graphs(q.device):
+    if has_graphs(q.device) and has_compiler(q.device):
         return read_by_flex(_compiled_flex(), q, k, v_BMTH, ranges)
     at_once = AT_ONCE_IN_CACHE if keeps_small_tensors_near(q.device) else AT_ONCE
     rows = max(MIN_ROWS, at_once // (q.shape[0] * q.shape[1] * k.shape[2]))

@@ -189,6 +189,9 @@ class DeepSpeedEngine(TrainingEngine):
             "train_micro_batch_size_per_gpu": schedule.batch_size,
             "gradient_accumulation_steps": schedule.gradient_accumulation_steps,
             "gradient_clipping": optimizer.max_grad_norm,
+            # As the other engines add gradients up and send them; DeepSpeed takes the dtype that the products have.
+            "data_types": {"grad_accum_dtype": "fp32"} | config.get("data_types", {}),
+            "communication_data_type": config.get("communication_data_type", "fp32"),
             # Otherwise accelerate uses DeepSpeed's Adam where the state is on the CPU: with its own betas, and out of the
             # learning rate schedule's reach.
             "zero_force_ds_cpu_optimizer": False,

@@ -15,8 +15,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from configs.runtime.command import DONE
-from configs.runtime.errors import FAILED, ConfigError
-from configs.schema.training import OptimizerConfig, ScheduleConfig
+from configs.runtime.errors import FAILED, ConfigError, InputError
+from configs.schema.training import DistillConfig, OptimizerConfig, ScheduleConfig
 from tests.faults.conftest import die_at_step
 from tests.support.launched_runs import (
     EVERY,
@@ -194,6 +194,44 @@ def test_what_the_recipe_decides_is_no_business_of_deepspeeds_config_file(name):
     accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
     with pytest.raises(ConfigError, match=f"^{name} of DeepSpeed's config file: the recipe's `optimizer` decides it"):
         engines.DeepSpeedEngine(accelerator, ScheduleConfig(), OptimizerConfig())
+
+
+@pytest.mark.parametrize("recipe", cases([("zero2",), ("zero3",)], [("zero2",)]))
+def test_gradients_of_products_in_bfloat16_are_added_up_and_sent_in_float32(runs, recipe):
+    def in_float32():
+        plain = engines.DeepSpeedEngine.prepare
+
+        def prepare(self, *args):
+            made = plain(self, *args)
+            assert made[0].get_data_types() == (torch.bfloat16, torch.float32)
+            assert made[0].communication_data_type == torch.float32
+            return made
+
+        engines.DeepSpeedEngine.prepare = prepare
+
+    config = runs.config(f"bf16-{recipe}", "distill", 2, mixed_precision="bf16", gradient_accumulation_steps=4, max_steps=2)
+    children = runs.start(config, recipe, before=in_float32)
+    assert [child.end() for child in children] == [DONE] * 2, children[0].said[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("complaint", "key"),
+    [("bf16 mixed precision requires", "schedule.mixed_precision"), ("no such backend", "accelerate's config")],
+)
+def test_what_accelerate_refuses_is_told_by_the_setting_that_it_is_about(monkeypatch, tmp_path, complaint, key):
+    def refuse(**_):
+        raise ValueError(complaint)
+
+    monkeypatch.setattr(launch, "Accelerator", refuse)
+    with pytest.raises(ConfigError, match=f"^{key}"):
+        launch.make_accelerator(ScheduleConfig(trackers=[]), tmp_path)
+
+
+@pytest.mark.parametrize(("device", "complaint"), [("cpu:0", "/train"), ("meta", r"^target\.device")])
+def test_the_targets_device_may_be_named_with_its_number(device, complaint, tmp_path):
+    config = DistillConfig(target={"device": device}, data={name: str(tmp_path / name) for name in ("train", "held_out")})
+    with pytest.raises(InputError, match=complaint):
+        launch.load_materials(config, SimpleNamespace(device=torch.device("cpu")))
 
 
 SUMS, SPLIT_SUMS = "c10d::allreduce_", "c10d::_reduce_scatter_base_"
