@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import islice
@@ -111,10 +111,11 @@ class ServerAnswerJob(AnswerJob):
         pool = ThreadPoolExecutor(max_workers=self.server.config.concurrency)
         with progress("answers", len(mine), "prompts", done=len(mine) - len(missing)) as advance, pool:
 
-            def keep(future: Future[dict[str, Any]]) -> None:
-                journal.append(str(asked[future]), future.result())
-                del asked[future]
-                advance(1)
+            def keep(done: Iterable[Future[dict[str, Any]]]) -> None:
+                """Keep what has come: each write waits for the disk, and meanwhile more comes."""
+                pieces = {future: future.result() for future in done}
+                journal.extend({str(asked.pop(future)): piece for future, piece in pieces.items()})
+                advance(len(pieces))
 
             try:
                 while True:
@@ -122,14 +123,11 @@ class ServerAnswerJob(AnswerJob):
                     asked |= {pool.submit(self._answer, number): number for number in some}
                     if not asked:
                         return
-                    for future in wait(asked, return_when=FIRST_COMPLETED).done:
-                        keep(future)
+                    keep(wait(asked, return_when=FIRST_COMPLETED).done)
             except BaseException:
                 self.server.stop()
                 pool.shutdown(cancel_futures=True)
-                for future in list(asked):
-                    if not future.cancelled() and future.exception() is None:
-                        keep(future)
+                keep([future for future in asked if not future.cancelled() and future.exception() is None])
                 raise
 
     def _answer(self, number: int) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,16 @@ def test_as_many_are_under_way_as_allowed_and_what_came_is_kept_when_one_is_give
     with pytest.raises(InputError, match="given up"):
         job.work(rank=0, num_processes=1)
     assert job.finished() == {*range(12)} - {9}
+
+
+def test_answers_that_come_while_the_disk_is_waited_for_are_written_together(writer, make_prompts, monkeypatch):
+    writes = []
+    monkeypatch.setattr(os, "fsync", lambda number: writes.append(number) or time.sleep(0.05))
+    monkeypatch.setattr(ServerAnswerJob, "_answer", lambda job, number: {"rows": [], "dropped": {str(number): 1}})
+    job = writer(prompts=make_prompts(24), concurrency=4)
+    job.work(rank=0, num_processes=1)
+    assert job.finished() == {*range(24)}
+    assert len(writes) <= 12
 
 
 def test_an_answer_to_other_token_ids_or_of_another_form_is_refused(writer, api, prompt):
