@@ -6,9 +6,12 @@ seconds a prompt, a token and a step take on this machine.
 
 from __future__ import annotations
 
+import math
+import shutil
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,9 +68,24 @@ def dry_run(run: RunConfig, facts: Facts) -> Rates:
         done = {"job": job}
     for stage in stages:
         if stage not in done:
+            shutil.rmtree(output / stage, ignore_errors=True)  # of a dry run that was cut off: half of a stage tells no rate
             done[stage] = _timed(small, stage)
             write_json(output / SECONDS, done)
+        _check_budget(run, _seconds_of(done))
     return _rates(output, done)
+
+
+def _seconds_of(done: Mapping[str, Any]) -> float:
+    return sum(value for name, value in done.items() if name != "job")
+
+
+def _check_budget(run: RunConfig, seconds: float) -> None:
+    """Refuse a budget of which the dry run has taken more than half, before it takes the rest: the stages come after it."""
+    if 2 * seconds > 60 * run.budget_minutes:
+        raise InputError(
+            f"--budget: {run.budget_minutes:g} minutes are too short: the dry run has taken {seconds / 60:.1f} so far; give "
+            f"{math.ceil(4 * seconds / 60)}m or more, or a smaller target"
+        )
 
 
 def _in_small(run: RunConfig, facts: Facts) -> RunConfig:
@@ -129,7 +147,7 @@ def _rates(output: Path, seconds: dict[str, Any]) -> Rates:
     speeds = [each["speed"] for each in (report, *report["suites"].values())]
     decoded = sum(each["decode_tokens_autoregressive"] for each in speeds)
     fixed: dict[Stage, float] = {
-        "dry_run": sum(value for name, value in seconds.items() if name != "job"),
+        "dry_run": _seconds_of(seconds),
         "data": seconds["data"] - answering,
         "cache": seconds["cache"] - caching,
         "train": seconds["train"] - sum(outcome[name] for name in ("training_seconds", "evaluation_seconds", "sanity_seconds")),

@@ -13,7 +13,7 @@ from configs.schema.data import PromptsConfig
 from configs.schema.evaluation import EvalConfig
 from configs.schema.target import TargetConfig
 from distill.generation.prompts import split_prompts
-from scripts.run import plan
+from scripts.run import dry_run, plan
 from scripts.run.draft_file import apply
 from scripts.run.dry_run import Rates
 from scripts.run.plan import MOST_EPOCHS, Budget, choose
@@ -123,6 +123,17 @@ def test_a_budget_that_is_too_short_is_refused_with_one_that_is_not():
         fit(3)
     enough = int(str(refused.value).split("give ")[1].split("m ")[0])
     assert fit(enough).num_prompts > plan.LEAST_PROMPTS
+
+
+def test_a_dry_run_that_was_cut_off_begins_its_stage_anew_and_ends_once_half_the_budget_is_spent(tmp_path, monkeypatch):
+    run, ran = RunConfig(budget_minutes=4, output=str(tmp_path)), []
+    (tmp_path / "cache" / "shard").mkdir(parents=True)
+    monkeypatch.setattr(dry_run, "_in_small", lambda run, facts: run)
+    monkeypatch.setattr(dry_run, "decided_by", lambda run, stage: stage)
+    monkeypatch.setattr(dry_run, "_timed", lambda run, stage: ran.append((stage, (tmp_path / stage).exists())) or 70.0)
+    with pytest.raises(InputError, match="--budget"):
+        dry_run.dry_run(run, SimpleNamespace())
+    assert ran == [("data", False), ("cache", False)]
 
 
 @pytest.mark.parametrize(("shards", "swept"), [(1, True), (8, False)])
