@@ -36,7 +36,8 @@ def main(config: ExportConfig, args: argparse.Namespace) -> None:
     known = target_of(data) if artifact is None else read_metadata(artifact).target
     name = args.target or known.get("name", "")
     revision = None if args.target else known.get("revision")
-    folder = locate(TargetConfig(name=name, revision=revision))
+    settings = TargetConfig(name=name, revision=revision, trust_remote_code=config.trust_remote_code)
+    folder = locate(settings)
     if folder.is_file():
         raise InputError(
             f"--target: {folder} is a single file, and an export needs a folder with config and safetensors, or a Hub id: give "
@@ -44,20 +45,21 @@ def main(config: ExportConfig, args: argparse.Namespace) -> None:
         )
     is_hub_id = not Path(name).exists() and not name.startswith("embedded:")
     target_name = name if is_hub_id and revision is None else str(folder.resolve())  # which is of the revision in every engine
+    target = TargetFolder(folder, target_name, config.trust_remote_code)
     if artifact is None:
-        tokenizer = load_tokenizer(folder, TargetConfig(name=name))
+        tokenizer = load_tokenizer(folder, settings)
         if hash_tokenizer(tokenizer) != known.get("tokenizer_sha256") and not config.allow_target_mismatch:
             raise InputError(
                 f"{data} was written by {known.get('name')}, and the tokenizer of {folder} is another "
                 "(--set allow_target_mismatch=true exports it anyway)"
             )
         answers = first_answers(data, KNOWN_TOKENS)
-        export_suffix_lookup(answers, target_name, out, engine=args.to, num_speculative_tokens=config.num_speculative_tokens)
+        export_suffix_lookup(answers, target, out, engine=args.to, num_speculative_tokens=config.num_speculative_tokens)
         say((out / SERVE_FILE).read_text(encoding="utf-8").rstrip())
         return
     source = read_source(
         artifact,
-        TargetFolder(folder, target_name),
+        target,
         num_speculative_tokens=config.num_speculative_tokens,
         dtype=None if config.dtype is None else getattr(torch, config.dtype),
     )

@@ -32,11 +32,12 @@ def check_transformers(result: EngineCheck, serve: str, prompts: Sequence[Prompt
     (lines, arguments), device = read_lines(serve), choose_device("auto")
     result.version = transformers.__version__
     result.dtype = dtype = config.dtype or ("float32" if device.type == "cpu" else "bfloat16")
-    settings = config.target_at(next(iter(lines.values()))[1])
-    models = {name: load(*what, dtype, device) for name, what in lines.items()}
+    target, trust = next(iter(lines)), config.trust_remote_code
+    settings = config.target_at(lines[target][1])
+    models = {name: load(*what, dtype, device, name == target and trust) for name, what in lines.items()}
     drafting = {key: models.get(str(value), value) for key, value in arguments.items()}
     inputs = tokenized(prompts, settings, device)
-    plain, drafted = run_both(models.pop(next(iter(lines))), inputs, config.max_new_tokens, drafting)
+    plain, drafted = run_both(models.pop(target), inputs, config.max_new_tokens, drafting)
     del models, drafting  # the target is loaded once more
     result.compare(plain, drafted)
     judge_answers(result, settings.model_copy(update={"dtype": dtype}), plain, drafted)
@@ -82,11 +83,12 @@ def read_lines(serve: str) -> tuple[dict[str, tuple[str, str]], dict[str, Any]]:
     return models, arguments
 
 
-def load(kind: str, place: str, dtype: str, device: torch.device) -> Any:
+def load(kind: str, place: str, dtype: str, device: torch.device, trust_remote_code: bool) -> Any:
     """Return a model that a line loads."""
     if Path(place).is_absolute() and not Path(place).is_dir():
         raise InputError(f"serve.txt names {place}, which is not there: export the draft again where it is to be used")
-    return CLASSES[kind].from_pretrained(place, dtype=getattr(torch, dtype)).to(device).eval()
+    model = CLASSES[kind].from_pretrained(place, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code)
+    return model.to(device).eval()
 
 
 def generate(model: Any, inputs: Mapping[str, Any], max_new_tokens: int, drafting: dict[str, Any], what: str) -> list[Answer]:

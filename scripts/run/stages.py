@@ -16,7 +16,7 @@ from configs.runtime.command import DONE
 from configs.runtime.files import write_json
 from configs.runtime.loading import as_overrides, load_config
 from configs.runtime.run_record import fingerprint
-from configs.schema.commands.release import CheckConfig, Engine
+from configs.schema.commands.release import OF_TARGET, CheckConfig, Engine
 from configs.schema.commands.running import RunConfig, Stage
 from configs.schema.data import CacheConfig, DataConfig
 from configs.schema.evaluation import EvalConfig, GateConfig, SuiteConfig
@@ -76,7 +76,7 @@ def stage_config(run: RunConfig, stage: Stage) -> BaseModel | None:
     if stage == "gate":
         return load_config(GateConfig, run.gate)
     if stage == "check":
-        return CheckConfig(chat_template=run.target.chat_template, chat_template_kwargs=run.target.chat_template_kwargs)
+        return CheckConfig(**{name: getattr(run.target, name) for name in OF_TARGET})
     return None
 
 
@@ -132,7 +132,8 @@ def _export(run: RunConfig, what: Path, name: str) -> list[str]:
     target = run.stage_target.name
     folder = str(Path(run.output) / "export" / name)
     named = ["--target", target] if Path(target).exists() else []
-    return ["-m", "scripts.export", str(what), "--to", str(run.engine), "--out", folder, *named]
+    trusting = ["--set", "trust_remote_code=true"] if run.target.trust_remote_code else []
+    return ["-m", "scripts.export", str(what), "--to", str(run.engine), "--out", folder, *named, *trusting]
 
 
 # --- running them ---------------------------------------------------------------------------------------------------

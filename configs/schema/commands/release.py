@@ -20,6 +20,8 @@ PublishedEngine = Literal["vllm", "transformers", "speculators", "sglang"]
 # The others' files are written by another program, and `serve.txt` beside them names folders of the machine.
 Engine = Literal[PublishedEngine, "gguf", "openvino"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
+# Settings of the target that an engine is told, too
+OF_TARGET = ("chat_template", "chat_template_kwargs", "trust_remote_code")
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 PROMPTS = (
     "Explain in a few sentences why the sky is blue.",
@@ -39,6 +41,7 @@ class ExportConfig(Settings):
     dtype: Dtype | None = None  # of the weights; None: as they are in the artifact
     num_speculative_tokens: PositiveInt | None = None  # drafts a round; None: what the artifact says, of DFlash a whole block
     allow_target_mismatch: bool = False  # the target's weights may be others than those of the target trained for
+    trust_remote_code: bool = False  # run Python code that comes with the target, here and in the engine
 
 
 class CheckConfig(Settings):
@@ -50,12 +53,13 @@ class CheckConfig(Settings):
     dtype: Dtype | None = None
     chat_template: str | None = None  # as target.chat_template; None: the target's own
     chat_template_kwargs: dict[str, bool | int | float | str] | None = None  # as target.chat_template_kwargs
+    trust_remote_code: bool = False  # as target.trust_remote_code
     start_seconds: PositiveFloat = 900.0  # for a server to be ready
     answer_seconds: PositiveFloat = 600.0  # without a word from a server
 
     def target_at(self, place: str) -> TargetConfig:
         """Return the target in a folder or of a Hub id, with its chat template."""
-        return TargetConfig(name=place, chat_template=self.chat_template, chat_template_kwargs=self.chat_template_kwargs)
+        return TargetConfig(name=place, **{name: getattr(self, name) for name in OF_TARGET})
 
 
 class ImportConfig(Settings):

@@ -19,7 +19,7 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import new_folder, write_json, write_text
 from configs.schema.heads import Eagle3Settings
 from heads.formats.exporting import converted, draft_lm, flat, mtp, speculators
-from heads.formats.exporting.source import Source
+from heads.formats.exporting.source import Source, TargetFolder
 from heads.formats.layout import ExportLayout
 from heads.frozen.identity import hash_weights
 from heads.frozen.weights import SINGLE_FILE, link_or_copy, write_weights
@@ -164,7 +164,12 @@ def _write(layout: ExportLayout, folder: Path) -> None:
 
 
 def export_suffix_lookup(
-    answers: Sequence[Sequence[int]], target: str, out: Path, *, engine: str = "vllm", num_speculative_tokens: int | None = None
+    answers: Sequence[Sequence[int]],
+    target: TargetFolder,
+    out: Path,
+    *,
+    engine: str = "vllm",
+    num_speculative_tokens: int | None = None,
 ) -> None:
     """Write suffix lookup as a new folder, and in it the line that serves a target with it."""
     if engine != "vllm":
@@ -176,7 +181,7 @@ def export_suffix_lookup(
         "model": f"{PACKAGE}.{vllm_suffix_lookup.VllmSuffixLookup.__name__}",
         "num_speculative_tokens": num_speculative_tokens or LOOKUP_DRAFTS,
     }
-    line = shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(config)])
+    line = shlex.join(["vllm", "serve", target.name, *target.options, "--speculative-config", json.dumps(config)])
     with new_folder(out) as scratch:
         package = scratch / PACKAGE
         package.mkdir()

@@ -17,6 +17,7 @@ from heads.formats.exporting.source import UNTRIED, Source, sglang_command, tran
 from heads.formats.layout import DOMINO_KEYS, ExportLayout, layer_config, renamed
 from heads.frozen.hidden_states import num_blocks
 
+NORMED = "Needs SGLang 0.5.12 or later: earlier ones pass over the draft's norms without a word, and accept fewer drafts."
 MIDLAYER = (("layers.0.", "midlayer."),)
 TRANSFORMERS_DFLASH = (("fc.", "encoder.fc."), ("hidden_norm.", "encoder.output_norm_enc."))  # ours, and its own class's
 
@@ -59,6 +60,7 @@ def sglang_eagle(source: Source) -> ExportLayout:
         serve=sglang_command(source, "EAGLE3", source.num_speculative_tokens),
         notes=(
             UNTRIED,
+            *([NORMED] if settings.norm_taps or settings.norm_feedback else []),
             "Not for vLLM: it takes the ids of hidden states as they stand, one further than meant here; export for vllm.",
             *source.window_note("SGLang"),
         ),

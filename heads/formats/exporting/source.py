@@ -45,14 +45,16 @@ class TargetFolder:
 
     folder: Path
     name: str
+    trust_remote_code: bool = False  # here and where it is served
 
     @cached_property
     def model(self) -> PreTrainedModel:
         """The target without weights; an InputError where the folder holds no config of a causal LM."""
         try:
-            config = AutoConfig.from_pretrained(self.folder, local_files_only=True)
+            trust = self.trust_remote_code
+            config = AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=trust)
             with torch.device("meta"):
-                model: PreTrainedModel = auto_class(config).from_config(config)
+                model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=trust)
         except UNREADABLE as error:
             raise InputError(f"{self.folder} holds no config of a causal LM: {first_line(error)}") from error
         return model
@@ -60,6 +62,11 @@ class TargetFolder:
     @property
     def config(self) -> Any:
         return self.model.config.get_text_config()
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """What vLLM and SGLang must be told of it."""
+        return ("--trust-remote-code",) if self.trust_remote_code else ()
 
     @property
     def shape(self) -> LayerShape:
@@ -228,6 +235,7 @@ def vllm_command(source: Source, method: str, *options: str, stitched: bool = Fa
 
     `options` go into the command, `more` joins the method in its config.
     """
+    options = (*options, *source.target.options)
 
     def line(out: str) -> str:
         model = {} if stitched else {"model": out}
@@ -245,14 +253,14 @@ def sglang_command(source: Source, algorithm: str, tokens: int | None) -> Serve:
     if tokens is not None:
         chain = ["--speculative-num-steps", str(tokens), "--speculative-eagle-topk", "1"]
         chain += ["--speculative-num-draft-tokens", str(tokens + 1)]
-    return lambda out: shlex.join([*words, "--speculative-draft-model-path", out, *chain])
+    return lambda out: shlex.join([*words, "--speculative-draft-model-path", out, *chain, *source.target.options])
 
 
 def transformers_lines(source: Source, draft_class: str, options: str) -> Serve:
-    dtype = source.dtype_name
+    dtype, trust = source.dtype_name, ", trust_remote_code=True" if source.target.trust_remote_code else ""
 
     def lines(out: str) -> str:
-        target = f"target = AutoModelForCausalLM.from_pretrained({source.target.name!r}, dtype=torch.{dtype})"
+        target = f"target = AutoModelForCausalLM.from_pretrained({source.target.name!r}, dtype=torch.{dtype}{trust})"
         draft = f"draft = {draft_class}.from_pretrained({out!r}, dtype=torch.{dtype})"
         return "\n".join([target, draft, f"target.generate(**inputs, assistant_model=draft{options})"])
 

@@ -3,6 +3,7 @@
 import importlib
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,9 +12,11 @@ import torch
 
 from configs.runtime.errors import InputError
 from heads.formats.exporting.exporter import PACKAGE, SERVE_FILE, export_suffix_lookup
+from heads.formats.exporting.source import TargetFolder
 from heads.proposers.lookup import SuffixLookup
 from scripts.check.vllm_check import read_line
 
+TARGET = TargetFolder(Path("target"), "some/target", trust_remote_code=True)
 ANSWERS = [[1, 2, 3, 4, 5, 6], [9, 2, 3, 7], [5, 6, 1]]
 MAX_LENGTH = 40
 
@@ -21,7 +24,7 @@ MAX_LENGTH = 40
 @pytest.fixture
 def exported(tmp_path, monkeypatch):
     out = tmp_path / "export"
-    export_suffix_lookup(ANSWERS, "some/target", out, num_speculative_tokens=3)
+    export_suffix_lookup(ANSWERS, TARGET, out, num_speculative_tokens=3)
     monkeypatch.syspath_prepend(out)
     yield out
     for name in [name for name in sys.modules if name.startswith(PACKAGE)]:
@@ -31,16 +34,16 @@ def exported(tmp_path, monkeypatch):
 def test_the_export_names_a_class_that_stands_in_it_and_needs_nothing_of_this_project(exported):
     line = read_line((exported / SERVE_FILE).read_text())
     assert line.variables == {"PYTHONPATH": str(exported)}
-    assert line.plain == ("some/target",)
+    assert line.plain == ("some/target", "--trust-remote-code")
     module, _, name = line.draft["model"].rpartition(".")
     assert hasattr(importlib.import_module(module), name)
     source = "".join(path.read_text() for path in (exported / PACKAGE).glob("*.py"))
     assert not [line for line in source.splitlines() if line.startswith(("from heads", "from configs", "import torch"))]
     assert (line.draft["method"], line.draft["num_speculative_tokens"]) == ("custom_class", 3)
     with pytest.raises(InputError, match="exists already"):
-        export_suffix_lookup(ANSWERS, "some/target", exported)
+        export_suffix_lookup(ANSWERS, TARGET, exported)
     with pytest.raises(InputError, match="for vllm only, not for sglang"):
-        export_suffix_lookup(ANSWERS, "some/target", exported / "other", engine="sglang")
+        export_suffix_lookup(ANSWERS, TARGET, exported / "other", engine="sglang")
 
 
 def test_requests_that_change_places_end_and_begin_are_drafted_for_as_by_suffix_lookup(exported):

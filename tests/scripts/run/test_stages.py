@@ -142,8 +142,9 @@ def test_an_export_finds_a_target_on_the_hub_by_the_artifact_with_its_revision(t
 
 
 def test_the_engine_gets_the_chat_template_that_the_draft_was_trained_with(tmp_path):
-    template = {"chat_template": "plain", "chat_template_kwargs": {"enable_thinking": False}}
+    template = {"chat_template": "plain", "chat_template_kwargs": {"enable_thinking": False}, "trust_remote_code": True}
     run = RunConfig(target=TargetConfig(name="base", **template), output=str(tmp_path))
+    assert stages.stage_command(run, "export")[-2:] == ["--set", "trust_remote_code=true"]
     assert stages.stage_command(run, "check")[-1] == str(tmp_path / "configs" / "check.json")
     assert json.loads((tmp_path / "configs" / "check.json").read_text()).items() >= template.items()
 

@@ -55,7 +55,33 @@ def test_ids_layers_and_output_head_are_described_to_each_engine(write, tmp_path
     assert not for_sglang["d2t"].any()
     assert torch.equal(for_sglang["lm_head.weight"], written.model.get_output_embeddings().weight)
     assert "midlayer.hidden_norm.weight" in for_sglang
-    assert "Format-checked only" in (tmp_path / "other" / SERVE_FILE).read_text()
+    said = (tmp_path / "other" / SERVE_FILE).read_text()
+    assert "Format-checked only" in said
+    assert "SGLang 0.5.12" in said  # the first that knows the norms
+
+
+OWN_CODE = """from transformers import LlamaConfig, LlamaForCausalLM
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+class OwnLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_target_with_code_of_its_own_is_read_and_served_where_that_may_run(write, engine, tmp_path):
+    written = write(EAGLE)
+    folder = shutil.copytree(written.target_folder, tmp_path / "own")
+    (folder / "own.py").write_text(OWN_CODE)
+    classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnLM"}
+    (folder / "config.json").write_text(json.dumps(config_of(folder) | {"model_type": "own", "auto_map": classes}))
+    refused, trusted = (
+        replace(written.source(), target=TargetFolder(folder, TARGET, trust_remote_code=trust)) for trust in (False, True)
+    )
+    with pytest.raises(InputError, match="holds no config of a causal LM"):
+        export(refused, engine, written.out)
+    export(trusted, engine, written.out)
+    assert "--trust-remote-code" in shlex.split((written.out / SERVE_FILE).read_text().splitlines()[2])
 
 
 def test_a_mtp_head_beside_a_llama_takes_mimos_names_order_and_biases(write):
