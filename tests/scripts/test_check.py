@@ -56,6 +56,7 @@ def export(served, tmp_path, monkeypatch):
     (packages / "vllm-9.1.dist-info").mkdir(parents=True)
     (packages / "vllm-9.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 9.1+cpu\n")
     monkeypatch.setenv("PYTHONPATH", str(packages))
+    monkeypatch.setenv("VLLM_API_KEY", "of other servers")
     monkeypatch.setattr(vllm_server, "GRACE_SECONDS", 0.3)
     shutil.copytree(served, tmp_path, dirs_exist_ok=True)
     (tmp_path / "draft").mkdir()

@@ -57,6 +57,16 @@ def metrics():
 
 
 class Handler(BaseHTTPRequestHandler):
+    def parse_request(self):
+        """Refuse requests to the API without the key, where there is one."""
+        key = os.environ.get("VLLM_API_KEY")
+        if not super().parse_request():
+            return False
+        if key and self.path.startswith("/v1") and self.headers["Authorization"] != f"Bearer {key}":
+            self.send_error(401)
+            return False
+        return True
+
     def do_GET(self):
         content = {"/health": "", "/metrics": metrics(), "/v1/models": json.dumps({"data": [{"id": "m"}]})}[self.path]
         self.send_response(503 if behaviour == "hangs" else 200)
