@@ -29,7 +29,11 @@ from eval.lossless import NOT_LOSSLESS
 from eval.stats import Interval, paired_ratio_interval
 from eval.teacher_forcing import check_tokens
 from heads.artifact import load_draft
+from heads.formats.exporting.exporter import export
+from heads.formats.exporting.source import TargetFolder, read_source
+from heads.frozen.identity import locate
 from heads.frozen.loading import Target, load_target, move
+from heads.metadata import locate_artifact
 from heads.proposers.protocol import Proposer
 from scripts.bench.harness import (
     SideTurns,
@@ -172,17 +176,18 @@ def answer(target: Target, settings: DecodeConfig, draft: Proposer | None, reque
 
 
 def load_assistant(config: DecodeBenchConfig, target: Target) -> PreTrainedModel:
-    """Load a draft LM's artifact as a user of transformers does; its weights and the target's are thawed.
+    """Load a draft LM's export, which drafts the tokens that ours does and no others; its weights and the target's are thawed.
 
     transformers cuts the last positions out of [1, T, D] hidden states; such a cut times a frozen weight is a batched
     product in torch, for the head in bfloat16 on a CPU twenty times slower than the plain product that a trainable weight gets.
     """
-    attention = target.model.config._attn_implementation
-    draft = AutoModelForCausalLM.from_pretrained(config.draft, dtype=target.model.dtype, attn_implementation=attention)
-    # By default the draft stops where its confidence falls below 0.4. These count on the draft's config only.
-    draft.generation_config.num_assistant_tokens = config.num_speculative_tokens
-    draft.generation_config.num_assistant_tokens_schedule = "constant"
-    draft.generation_config.assistant_confidence_threshold = 0.0
+    attention, folder = target.model.config._attn_implementation, locate(config.target).resolve()
+    place = TargetFolder(folder, str(folder))
+    source = read_source(locate_artifact(config.draft), place, num_speculative_tokens=config.num_speculative_tokens)
+    with TemporaryDirectory(prefix="bench-decode-") as scratch:
+        out = Path(scratch) / "draft"
+        export(source, "transformers", out)
+        draft = AutoModelForCausalLM.from_pretrained(out, dtype=target.model.dtype, attn_implementation=attention)
     target.model.requires_grad_(True)
     return move(draft, target.device).eval().requires_grad_(True)
 

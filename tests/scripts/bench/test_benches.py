@@ -21,6 +21,8 @@ from configs.schema.target import TargetConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 from eval.decoder.decode import generate
 from heads.frozen.loading import load_target
+from heads.metadata import VOCABULARY_FILE
+from heads.vocabulary import read_draft_vocabulary
 from scripts.bench import (
     compare_commits,
     decode,
@@ -130,10 +132,15 @@ def test_the_law_of_a_curve_is_the_power_that_it_was_made_by():
     assert law["tau_at_4_times"] == pytest.approx(4 - 20 * 640_000**-0.25)
 
 
-def test_distill_and_the_loss(recipe, monkeypatch, tmp_path):
+def test_distill_and_the_loss_and_transformers_drafts_the_tokens_that_ours_does(tiny_run, recipe, monkeypatch, tmp_path):
     monkeypatch.setattr(distill, "measure_pass", lambda config, name, *_: distill.forward_backward(config, name))
-    run_distillation(DistillConfig.model_validate(recipe | {"student": {"layers": [0]}, "output": str(tmp_path / "run")}))
-    settings = {"draft": str(tmp_path / "run" / "artifact"), "num_batches": 2}
+    student, artifact = {"layers": [0], "draft_vocab_size": 8}, tmp_path / "run" / "artifact"
+    run_distillation(DistillConfig.model_validate(recipe | {"student": student, "output": str(tmp_path / "run")}))
+    compared = decode.DecodeBenchConfig(target=target_of(tiny_run), draft=str(artifact))
+    assistant = decode.load_assistant(compared, load_target(compared.target))
+    drafted_1T = assistant(input_ids=torch.arange(40)[None]).logits.argmax(-1)
+    assert read_draft_vocabulary(artifact / VOCABULARY_FILE).is_drafted_V[drafted_1T].all()
+    settings = {"draft": str(artifact), "num_batches": 2}
     settings |= {"vocab_size": 512, "width": 16, "positions": 64, "chunk_size": 16, "repeats": 2}
     settings["output"] = str(tmp_path / "distill.json")
     results = results_of(distill.compare_distillation, distill.DistillBenchConfig, settings)
