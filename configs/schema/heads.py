@@ -104,6 +104,11 @@ class HydraSettings(HeadSettings):
     def longest_draft(self) -> int:
         return self.num_depths
 
+    def objections(self) -> Iterator[str]:
+        for name in ("layer", "window"):
+            if not self.prefix_attention and getattr(self, name) is not None:
+                yield f"{name} is of the prefix layer: set prefix_attention to true, or {name} to null"
+
 
 class EagleSettings(TappedSettings):
     """Layers over fused taps and the next token's embedding: EAGLE-3 and P-EAGLE."""

@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from configs.runtime.errors import ConfigError
 from configs.runtime.loading import load_config
+from configs.schema.commands.running import RunConfig
 from configs.schema.data import DataConfig
 from configs.schema.decoding import (
     ConfidenceStopping,
@@ -16,6 +17,7 @@ from configs.schema.decoding import (
     StaticTree,
     TypicalAcceptance,
 )
+from configs.schema.heads import HydraSettings
 from configs.schema.training import DistillConfig, HeldOutDecodingConfig, LossConfig, StudentConfig
 
 GROWN = DynamicTree(kind="dynamic")
@@ -138,6 +140,19 @@ def test_what_the_draft_writes_is_neither_copied_nor_cached(setting, reason):
         load_config(DistillConfig, None, [ON_POLICY, setting])
     load_config(DistillConfig, None, [setting])
     load_config(DistillConfig, None, [ON_POLICY, "loss.divergence={forward_kl: 1, cross_entropy: 0}"])
+
+
+@pytest.mark.parametrize(
+    ("schema", "settings", "key"),
+    [
+        (RunConfig, {"num_processes": -3}, "num_processes"),
+        (HydraSettings, {"kind": "hydra", "window": 64}, "window"),
+        (HydraSettings, {"kind": "hydra", "layer": {"mlp_width": 8}}, "layer"),
+    ],
+)
+def test_what_would_do_nothing_or_cannot_be_is_refused(schema, settings, key):
+    with pytest.raises(ValidationError, match=key):
+        schema(**settings)
 
 
 def test_prompts_that_the_target_writes_itself_bring_no_answers():

@@ -52,7 +52,7 @@ class RunConfig(Settings):
     recipe: str = "configs/heads/eagle3.yaml"  # of train/heads.py or train/distill.py
     gate: str = "configs/gates/run.yaml"
     launcher: str = "configs/accelerate/one_process_cpu.yaml"  # of `accelerate launch`, for data, cache and training
-    num_processes: int = 1  # that it starts
+    num_processes: PositiveInt = 1  # that it starts
     data: dict[str, Any] | None = None
     cache: dict[str, Any] | None = None
     train: dict[str, Any] | None = None
