@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
+from configs.runtime.errors import InputError, first_line
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import LosslessConfig
 from configs.schema.target import TargetConfig
@@ -19,16 +22,23 @@ from scripts.check.comparison import Answer, EngineCheck
 
 
 def judge_answers(result: EngineCheck, target: TargetConfig, plain: Sequence[Answer], drafted: Sequence[Answer]) -> None:
-    """Fill in what the target says of the answers of two runs on the same prompts, and decide whether the draft passes."""
-    loaded = load_target(target)
-    result.lossless = judge_lossless(
-        loaded,
-        _generations(loaded, plain, AUTOREGRESSIVE),
-        {SPECULATIVE: _generations(loaded, drafted, SPECULATIVE)},
-        DecodeConfig(max_new_tokens=result.max_new_tokens),
-        LosslessConfig(num_answers=len(plain)),
-        None,
-    )
+    """Fill in what the target says of the answers of two runs on the same prompts, and decide whether the draft passes.
+
+    Of a target that this machine cannot run nothing is decided.
+    """
+    try:
+        loaded = load_target(target)
+        result.lossless = judge_lossless(
+            loaded,
+            _generations(loaded, plain, AUTOREGRESSIVE),
+            {SPECULATIVE: _generations(loaded, drafted, SPECULATIVE)},
+            DecodeConfig(max_new_tokens=result.max_new_tokens),
+            LosslessConfig(num_answers=len(plain)),
+            None,
+        )
+    except (InputError, torch.OutOfMemoryError) as error:
+        result.checked, result.reason = False, f"the target does not run here to judge the answers: {first_line(error)}"
+        return
     result.same_answers = result.num_prompts - len(result.lossless["divergences"])
     result.judge()
 

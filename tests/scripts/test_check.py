@@ -124,6 +124,13 @@ def test_answers_are_judged_as_an_evaluations_are_by_the_engines_plain_ones(expo
     assert found["same_answers"] == (1 if plain != drafted else 2)
 
 
+def test_without_the_target_at_hand_answers_are_not_judged_and_what_was_counted_is_kept(export):
+    (export / "target" / "model.safetensors").unlink()
+    assert check(export) == DONE
+    found = result_of(export)
+    assert (found["checked"], found["passed"], found["tokens_per_target_step"]) == (False, None, 2.0)
+
+
 @pytest.mark.parametrize(
     ("behaviour", "reason"),
     [
