@@ -66,7 +66,7 @@ def read_artifact(folders: Sequence[str | Path]) -> Artifact:
     hashes, made_for = [], []
     for folder in map(locate_artifact, folders):
         metadata = read_metadata(folder)
-        hashes.append(hash_artifact(folder, metadata))
+        hashes.append(hash_artifact(folder))
         made_for.append(TargetIdentity.from_dict(metadata.target, str(folder)).to_dict())
     return Artifact(sha256=hash_together(hashes), target={key: agreed(each[key] for each in made_for) for key in IDENTITY})
 

@@ -23,8 +23,9 @@ from configs.runtime.files import new_folder, write_json
 from configs.runtime.redaction import mask_secrets
 from heads.device import choose_device
 from heads.families.registry import FAMILIES, serve
+from heads.frozen.causes import cause_of
 from heads.frozen.hidden_states import check_taps
-from heads.frozen.identity import TargetIdentity, hash_weights
+from heads.frozen.identity import TargetIdentity
 from heads.frozen.loading import load_with, move
 from heads.frozen.weights import UNREADABLE, loader_of, read_tensors
 from heads.inference.lean_forward import run_alike
@@ -54,7 +55,7 @@ class Draft:
     metadata: Metadata
     proposer: Proposer
     num_parameters: int
-    sha256: str  # over weights, metadata and draft vocabulary
+    sha256: str  # `heads.metadata.hash_artifact`
     warnings: list[str]
 
 
@@ -136,7 +137,7 @@ def load_draft(
             device, or it is given for a head.
     """
     name, folder = folder, locate_artifact(folder)
-    if is_artifact := (folder / METADATA_FILE).is_file() or not (folder / "config.json").is_file():
+    if (folder / METADATA_FILE).is_file() or not (folder / "config.json").is_file():
         metadata = read_metadata(folder)
         warnings = check_made_for(metadata, identity, folder, allow_target_mismatch)
     else:
@@ -162,7 +163,7 @@ def load_draft(
         metadata=metadata,
         proposer=proposer,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        sha256=hash_artifact(folder, metadata) if is_artifact else hash_weights(folder),
+        sha256=hash_artifact(folder),
         warnings=warnings,
     )
 
@@ -172,7 +173,7 @@ def _load_draft_lm(folder: Path, metadata: Metadata, target: PreTrainedModel, de
         load = loader_of(folder, target.dtype)
         model = load_with(target.config._attn_implementation, lambda attention: load(attn_implementation=attention))
     except UNREADABLE as error:
-        raise InputError(f"{folder} is damaged: {first_line(error)}") from error
+        raise InputError(f"{folder} is damaged: {cause_of(folder, error)}") from error
     place, home = (target.device, None) if device is None else (choose_device(device, setting="draft_device"), target.device)
     move(model, place).eval().requires_grad_(False)
     check_rolls_back(model)

@@ -20,15 +20,19 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import AutoConfig, AutoTokenizer
 
 from configs.runtime.errors import InputError, first_finding, first_line
-from configs.runtime.files import TORCH_FILE, check_readable, read_json
-from heads.frozen.identity import TargetIdentity, hash_files, hash_tokenizer
+from configs.runtime.files import TORCH_FILE, check_readable, read_json, sha256_of
+from configs.runtime.run_record import fingerprint
+from heads.frozen.causes import cause_of
+from heads.frozen.identity import TargetIdentity, hash_tokenizer
 from heads.frozen.weights import UNREADABLE
 
 METADATA_FILE = "draftsmith.json"
 WEIGHTS_FILE = "model.safetensors"
 VOCABULARY_FILE = "draft_vocabulary.safetensors"
-PROMPTS_FILE = "training_prompts.safetensors"  # hashes of the prompts trained on; not published, nor part of the hash
-DATA_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+PROMPTS_FILE = "training_prompts.safetensors"  # hashes of the prompts trained on; not published
+# What loaders read of a draft, here and in transformers: this is fetched, and hashed.
+DATA_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "vocab.txt", "merges.txt", "additional_chat_templates/*.jinja")
+RECORDS = {"report.json", "publication.json"}  # lie beside a published draft and name its hash
 SUBFOLDERS = "*/*"  # the exports of a published draft, for which others come
 HUB_NAME = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[\w][\w./-]*))?")
 
@@ -137,13 +141,10 @@ def read_metadata(folder: Path) -> Metadata:
         raise InputError(f"{path}: {first_finding(error, 'the top level')}") from error
 
 
-def hash_artifact(folder: Path, metadata: Metadata) -> str:
-    """Return the one hash of an artifact: over its weights, its metadata and its draft vocabulary."""
-    names = [WEIGHTS_FILE, METADATA_FILE, *([VOCABULARY_FILE] if metadata.draft_vocabulary == "reduced" else [])]
-    try:
-        return hash_files([folder / name for name in names])
-    except InputError as error:
-        raise InputError(f"{folder} is damaged: {error}") from error
+def hash_artifact(folder: Path) -> str:
+    """Return the one hash of a draft: over names and contents, read anew, of the files that any loader reads (`DATA_FILES`)."""
+    names = {path.relative_to(folder).as_posix() for pattern in DATA_FILES for path in folder.glob(pattern)}
+    return fingerprint({name: sha256_of(folder / name) for name in names - RECORDS})
 
 
 def hash_together(hashes: Sequence[str]) -> str:
@@ -176,7 +177,7 @@ def untrained_metadata(folder: Path, identity: TargetIdentity) -> Metadata:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except UNREADABLE as error:
         raise InputError(
-            f"{folder} holds neither {METADATA_FILE} nor a causal LM with its tokenizer ({first_line(error)}); "
+            f"{folder} holds neither {METADATA_FILE} nor a causal LM with its tokenizer ({cause_of(folder, error)}); "
             "a draft of another program is made an artifact by draftsmith import"
         ) from error
     if hash_tokenizer(tokenizer) != identity.tokenizer_sha256:

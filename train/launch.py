@@ -35,7 +35,7 @@ from heads.device import choose_device, same_device
 from heads.frozen.identity import remembered_sha256
 from heads.frozen.loading import Target, load_target
 from heads.frozen.processes import join_processes, naming_lost_processes
-from heads.metadata import hash_artifact, locate_artifact, read_metadata
+from heads.metadata import hash_artifact, locate_artifact
 from heads.modules.interface import Batch
 from train.loop.engines import check_engine
 from train.loop.lineage import engine_name
@@ -159,8 +159,7 @@ def _hash_materials(config: Recipe, target: Target) -> dict[str, str]:
     if config.data.cache is not None:
         hashes["cache"] = hashlib.sha256((Path(config.data.cache) / MANIFEST).read_bytes()).hexdigest()
     if isinstance(config, HeadsConfig) and config.init is not None:
-        folder = locate_artifact(config.init)
-        hashes["init"] = hash_artifact(folder, read_metadata(folder))
+        hashes["init"] = hash_artifact(locate_artifact(config.init))
     return hashes | {"target": target.identity.weights_sha256 or "unknown"}
 
 

@@ -6,6 +6,7 @@ Files and folders are written beside their place, synced and renamed. `folder_lo
 from __future__ import annotations
 
 import errno
+import fcntl
 import glob
 import hashlib
 import json
@@ -14,10 +15,11 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,13 @@ from configs.runtime.errors import InputError, first_line
 logger = logging.getLogger("draftsmith")
 
 LOCK_FILE = ".lock"
+SURELY_LOCKED_SECONDS = 60  # after which a new folder is locked by its maker, if that lives
 TORCH_FILE = "pytorch_model.bin"  # weights as pickles, which other programs write
 DESCRIPTIONS = ("config.json", "generation_config.json", "draftsmith.json")
 MAX_DESCRIPTION_BYTES = 10_000_000
+ADAPTER_FILE = "adapter_config.json"  # peft's
+LFS_POINTER = "version https://git-lfs"
+IS_POINTER = "is a stand-in by git-lfs for a file that was not fetched: run `git lfs pull` in its folder"
 CHECKOUT = Path(__file__).resolve().parents[2]  # or the folder of packages that a wheel was installed into
 
 
@@ -93,20 +99,25 @@ def sha256_of(path: Path) -> str:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a new folder beside `path`, which replaces `path` once it is synced to disk; on any error it is removed."""
+    """Yield a new folder beside `path`, which replaces `path` once it is synced to disk; on any error it is removed.
+
+    What a killed process has left there is removed, too: it holds no lock on it any more.
+    """
     scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         scratch.mkdir(parents=True)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror or error}") from error
     try:
-        yield scratch
-        sync_folder(scratch)
-        old = scratch.with_name(scratch.name + ".old")
-        if path.exists():
-            path.replace(old)
-        scratch.replace(path)
-        sync(path.parent)
+        with _own(scratch):
+            _drop_abandoned(path)
+            yield scratch
+            sync_folder(scratch)
+            old = scratch.with_name(scratch.name + ".old")
+            if path.exists():
+                path.replace(old)
+            scratch.replace(path)
+            sync(path.parent)
         shutil.rmtree(old, ignore_errors=True)
         if old.exists():
             logger.warning("%s is written, but the folder it replaces cannot be removed; remove %s", path, old)
@@ -122,13 +133,43 @@ def drop_leftovers(path: Path) -> None:
 
     Call it under `folder_lock`: nothing else may be writing `path`.
     """
-    name = f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}"
+    name = _leftovers_of(path)
     for old in [*path.parent.glob(f"{name}.old")]:
         if not path.exists():
             old.replace(path)
     for left in [*path.parent.glob(name), *path.parent.glob(f"{name}.old")]:
         if left.is_dir():
             shutil.rmtree(left)
+
+
+def _leftovers_of(path: Path) -> str:
+    """Return a pattern for the folders that `new_folder` makes beside `path`."""
+    return f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}"
+
+
+@contextmanager
+def _own(folder: Path) -> Iterator[bool]:
+    """Lock a folder itself until the block ends, or this process does; yield whether it was free, False without locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)
+
+
+def _drop_abandoned(path: Path) -> None:
+    for left in path.parent.glob(_leftovers_of(path)):
+        with suppress(OSError):  # another process has removed it
+            if time.time() - left.stat().st_mtime < SURELY_LOCKED_SECONDS:
+                continue
+            with _own(left) as is_free:
+                if is_free:
+                    shutil.rmtree(left)
 
 
 def sync_folder(folder: Path) -> None:
@@ -160,10 +201,18 @@ def inside(folder: Path, name: str, what: str) -> Path:
 
 
 def check_readable(folder: Path) -> None:
-    """Refuse a folder with a pipe, a socket or a device, reading which may never end, or a huge description of a model."""
+    """Refuse a folder with a pipe, a socket or a device, reading which may never end, or a huge description of a model.
+
+    An adapter is refused, too: transformers puts it on the model beside it, whose weights and hash say nothing of it.
+    """
     for path in sorted(folder.iterdir()):
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise InputError(f"{path}: expected a file, got a pipe, a socket or a device; remove it from the folder")
+        if path.name == ADAPTER_FILE:
+            raise InputError(
+                f"{path} puts a PEFT adapter on a model: merge the two (merge_and_unload of peft), save the result by "
+                "save_pretrained into another folder with the tokenizer, and name that; or take the adapter's files out"
+            )
         if path.name in DESCRIPTIONS and path.is_file() and path.stat().st_size > MAX_DESCRIPTION_BYTES:
             raise InputError(f"{path} has {path.stat().st_size:,} bytes; such a file has some thousand, 10 million at most")
 
@@ -171,11 +220,14 @@ def check_readable(folder: Path) -> None:
 def read_text(path: Path, what: str) -> str:
     """Return a UTF-8 text file's content; `what` names its role in the error."""
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise InputError(f"{what} not found: {path}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {what} {path}: {error}") from error
+    if text.startswith(LFS_POINTER):
+        raise InputError(f"{what} {path} {IS_POINTER}")
+    return text
 
 
 def read_json(path: Path, what: str) -> Any:

@@ -111,12 +111,6 @@ def fingerprint(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def files_fingerprint(paths: Iterable[Path]) -> str:
-    """Return a fingerprint of files, and of the files in folders, by name, size and time."""
-    files = [each for path in paths for each in (sorted(path.rglob("*")) if path.is_dir() else [path])]
-    return fingerprint([(str(each), each.stat().st_size, each.stat().st_mtime_ns) for each in files if each.is_file()])
-
-
 def fingerprint_of(values: Iterable[Any]) -> str:
     """Return `fingerprint` of a list of JSON values, of which one at a time is in memory."""
     total = hashlib.sha256(b"[[")

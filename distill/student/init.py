@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from configs.runtime.errors import ConfigError, InputError, first_line
 from configs.schema.target import TargetConfig
 from configs.schema.training import LoraSettings, StudentConfig
 from heads.device import restored_random_state
+from heads.frozen.causes import cause_of
 from heads.frozen.hidden_states import blocks, causal_config, config_of_blocks, num_blocks, overridden
 from heads.frozen.identity import hash_tokenizer, locate
 from heads.frozen.loading import Target, move
@@ -86,7 +88,9 @@ def _other_model(path: str, target: Target) -> PreTrainedModel:
         tokenizer = AutoTokenizer.from_pretrained(path, **UNTRUSTED)
         draft = loader_of(locate(TargetConfig(name=path)), torch.float32)()
     except UNREADABLE as error:
-        raise InputError(f"student.path: {path} does not hold a causal LM and its tokenizer: {first_line(error)}") from error
+        raise InputError(
+            f"student.path: {path} does not hold a causal LM and its tokenizer: {cause_of(Path(path), error)}"
+        ) from error
     if auto_class(draft.config) is not AutoModelForCausalLM:
         raise InputError(f"student.path: {path} holds more than a causal LM ({type(draft).__name__}); a draft is a causal LM")
     if hash_tokenizer(tokenizer) != target.identity.tokenizer_sha256:

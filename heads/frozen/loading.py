@@ -16,10 +16,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from configs.runtime.errors import ConfigError, InputError, first_line
-from configs.runtime.files import check_readable
 from configs.runtime.redaction import redact
 from configs.schema.target import AudioConfig, ImagesConfig, TargetConfig
 from heads.device import choose_device
+from heads.frozen.causes import cause_of
 from heads.frozen.hidden_states import TargetStates
 from heads.frozen.identity import TargetIdentity, hash_chat_template, hash_tokenizer, hash_weights, load_gguf, locate
 from heads.frozen.media import MediaPrompt, MediaReader, load_reader, shown
@@ -101,12 +101,19 @@ class Target:
         )
         # The template brings its own special tokens; the tokenizer must not add another set.
         try:
-            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         except Exception as error:  # tokenizers raises no narrower one
             raise InputError(
                 f"target {self.identity.name} has no token for some of the prompt {text[:60]!r}: {first_line(error)}; with "
                 f"target.tokens ids a prompt is numbers from 0 to {self.vocab_size - 1}"
             ) from error
+        if (highest := max(ids, default=0)) >= self.vocab_size:
+            token = self.tokenizer.convert_ids_to_tokens(highest)
+            raise InputError(
+                f"target {self.identity.name} has {self.vocab_size} embeddings, and a conversation holds token {highest}, "
+                f"{token!r}: leave it out, or resize the model (resize_token_embeddings)"
+            )
+        return list(ids)
 
     def media_prompt(self, messages: Sequence[Mapping[str, Any]], media: Sequence[str], **settings: Any) -> MediaPrompt | None:
         """Return what a conversation's media are read by, None where it has none; arguments are those of `encode_chat`."""
@@ -154,6 +161,10 @@ def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: 
     model.eval().requires_grad_(False)
     group = join_group(model, config) if config.is_split else None
     check_split(model)
+    if (tokens := len(tokenizer)) > (rows := model.config.get_text_config().vocab_size):
+        log.warning(
+            "the tokenizer has %d tokens, the model %d embeddings: texts with one of the last are refused", tokens, rows
+        )
     if (limit := rope_limit(model.config.get_text_config())) is not None:
         log.warning(
             "texts end at %d tokens, where %s changes its rotary embedding (longrope); for longer ones, set short_factor to "
@@ -203,8 +214,6 @@ def move(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
 def _read(
     path: Path, config: TargetConfig, device: torch.device, *, for_chats: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    if path.is_dir():
-        check_readable(path)
     try:
         tokenizer = load_tokenizer(path, config)
         if for_chats and tokenizer.chat_template is None:
@@ -214,9 +223,10 @@ def _read(
     except InputError:
         raise
     except UNREADABLE as error:
+        has_text = path.is_file() or any(path.glob("tokenizer*"))
+        hint = "" if has_text else "; where its tokens are no text, set target.tokens to ids"
         raise InputError(
-            f"target.name: {path} does not hold a causal LM and its tokenizer: {first_line(error)} (where its tokens are no "
-            "text, set target.tokens to ids)"
+            f"target.name: {path} does not hold a causal LM and its tokenizer: {cause_of(path, error)}{hint}"
         ) from error
 
 

@@ -39,6 +39,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import TORCH_FILE, read_json
+from heads.frozen.causes import cause_of
 
 log = logging.getLogger("draftsmith")
 
@@ -69,7 +70,7 @@ def read_tensors(path: Path) -> Weights:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise InputError(f"{path} cannot be read: {first_line(error)}") from error
+        raise InputError(cause_of(path, error)) from error
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
@@ -96,7 +97,7 @@ def files_by_key(folder: Path) -> dict[str, str]:
         with safe_open(folder / SINGLE_FILE, "pt") as file:
             return dict.fromkeys(file.keys(), SINGLE_FILE)
     except (OSError, SafetensorError) as error:
-        raise InputError(f"{folder / SINGLE_FILE} cannot be read: {first_line(error)}") from error
+        raise InputError(cause_of(folder / SINGLE_FILE, error)) from error
 
 
 def indexed_files(folder: Path) -> dict[str, str]:

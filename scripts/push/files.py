@@ -65,7 +65,7 @@ def put_artifact(folder: Path, release: Release, config: PushConfig) -> tuple[Cl
         name = config.base_model or name
     metadata["target"]["name"] = name
     write_json(folder / METADATA_FILE, metadata)
-    sha256 = hash_artifact(folder, release.metadata)
+    sha256 = hash_artifact(folder)
     report = scrub_value(release.report.to_dict())
     report["target"]["name"] = name
     report["draft"]["sha256"] = sha256

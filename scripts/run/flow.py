@@ -10,11 +10,11 @@ from pathlib import Path
 from configs.runtime.command import DONE, FAILED, INTERRUPTED
 from configs.runtime.errors import InputError
 from configs.runtime.files import find_shipped, new_folder, write_text
-from configs.runtime.run_record import files_fingerprint, write_run_record
+from configs.runtime.run_record import fingerprint, write_run_record
 from configs.runtime.terminal import say
 from configs.schema.commands.running import DRAFT_FILE, RunConfig, Stage, Where, read_draft_file
 from eval.report.tables import table
-from heads.frozen.identity import save_dequantised
+from heads.frozen.identity import remembered_sha256, save_dequantised
 from scripts.run.draft_file import apply, asked_first, write_draft_file
 from scripts.run.dry_run import FOLDER, dry_run
 from scripts.run.mix import prepare
@@ -52,10 +52,12 @@ def run_stage(run: RunConfig, stage: Stage) -> int:
 
 
 def inputs_of(run: RunConfig) -> str:
-    """Return a fingerprint of the files that a run reads; of a log, which grows, it keeps what it has read."""
+    """Return a fingerprint of the files that a run reads, by contents; of a log, which grows, it keeps what it has read."""
     prompts = run.prompts.path if run.prompts.source == "file" else None
     named = [run.target.name, *((prompts,) if run.refresh is None else (run.refresh.served, run.refresh.replay))]
-    return files_fingerprint(Path(each) for each in named if each is not None and Path(each).exists())
+    paths = [Path(each) for each in named if each is not None and Path(each).exists()]
+    files = [file for path in paths for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file()]
+    return fingerprint({str(file): remembered_sha256(file) for file in files})
 
 
 def choose_stages(run: RunConfig) -> RunConfig:

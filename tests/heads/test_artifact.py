@@ -1,14 +1,15 @@
 """An artifact round-trips, loads in transformers as it is, and refuses what it was not made for; so do models as found."""
 
 import dataclasses
+import os
 
+import numpy as np
 import pytest
 import torch
 
 from configs.runtime.errors import InputError
 from heads.artifact import load_draft, save_draft_lm
-from heads.frozen.identity import hash_weights
-from heads.metadata import VOCABULARY_FILE
+from heads.metadata import hash_artifact
 from heads.vocabulary import DraftVocabulary
 from tests.support.decoding import metadata_of_draft_lm
 
@@ -55,17 +56,38 @@ def test_another_target_is_refused_and_can_be_allowed_with_a_warning_but_for_its
         assert words in load_draft(folder, other, target.model, allow_target_mismatch=True).warnings[0]
 
 
-def test_a_reduced_draft_comes_back_with_the_rows_of_its_vocabulary_which_its_hash_covers(tmp_path, target, draft, metadata):
-    one, other = (DraftVocabulary(token_ids_W=torch.tensor([1, 5, 8, token, 63]), target_vocab_size=64) for token in (30, 31))
+def test_a_reduced_draft_comes_back_with_the_rows_of_its_vocabulary(tmp_path, target, draft, metadata):
+    vocabulary = DraftVocabulary(token_ids_W=torch.tensor([1, 5, 8, 30, 63]), target_vocab_size=64)
     metadata = metadata.model_copy(update={"draft_vocabulary": "reduced", "draft_vocab_size": 5})
-    save_draft_lm(tmp_path, draft, target.tokenizer, metadata, one)
+    save_draft_lm(tmp_path, draft, target.tokenizer, metadata, vocabulary)
     loaded = load_draft(tmp_path, target.identity, target.model)
     assert loaded.metadata == metadata
-    assert torch.equal(loaded.proposer.vocabulary.token_ids_W, one.token_ids_W)
-    assert torch.equal(loaded.proposer.model.lm_head.weight, draft.lm_head.weight[one.token_ids_W])
+    assert torch.equal(loaded.proposer.vocabulary.token_ids_W, vocabulary.token_ids_W)
+    assert torch.equal(loaded.proposer.model.lm_head.weight, draft.lm_head.weight[vocabulary.token_ids_W])
     assert torch.equal(loaded.proposer.model.get_input_embeddings().weight, draft.get_input_embeddings().weight)
-    other.write(tmp_path / VOCABULARY_FILE)
-    assert load_draft(tmp_path, target.identity, target.model).sha256 != loaded.sha256
+
+
+def test_its_hash_covers_every_file_that_a_loader_reads_by_content(tmp_path, target, draft, metadata, monkeypatch):
+    monkeypatch.setattr("heads.frozen.identity.REMEMBERED_BYTES", 0)
+    vocabulary = DraftVocabulary(token_ids_W=torch.tensor([1, 5, 8, 30, 63]), target_vocab_size=64)
+    metadata = metadata.model_copy(update={"draft_vocabulary": "reduced", "draft_vocab_size": 5})
+    save_draft_lm(tmp_path, draft, target.tokenizer, metadata, vocabulary, np.array([1, 2]))
+    before, files = hash_artifact(tmp_path), sorted(tmp_path.iterdir())
+    assert before == load_draft(tmp_path, target.identity, target.model).sha256
+    assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} < {file.name for file in files}
+    for file in files:
+        content, state = file.read_bytes(), file.stat()
+        file.write_bytes(content[:-1] + b"x")
+        os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
+        assert hash_artifact(tmp_path) != before, file.name
+        file.write_bytes(content)
+    for name in ("merges.txt", "adapter_model.safetensors", "additional_chat_templates/tools.jinja"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+        assert hash_artifact(tmp_path) != before, name
+        (tmp_path / name).unlink()
+    (tmp_path / "report.json").write_text("{}")  # names the hash
+    assert hash_artifact(tmp_path) == before
 
 
 # --- models that are no artifacts ---------------------------------------------------------------------------------
@@ -88,7 +110,7 @@ def save(tmp_path, tiny_llama, tiny_tokenizer):
 def test_a_model_of_the_same_tokenizer_is_a_draft_lm(save, target, shard_size):
     folder = save(shard_size=shard_size)
     draft = load_draft(folder, target.identity, target.model)
-    assert (draft.metadata.kind, draft.sha256) == ("draft_lm", hash_weights(folder))
+    assert (draft.metadata.kind, draft.sha256) == ("draft_lm", hash_artifact(folder))
     assert draft.warnings == [f"the draft {folder} is a model as it was found, not trained by draftsmith for tiny"]
 
 

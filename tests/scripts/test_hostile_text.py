@@ -16,7 +16,7 @@ from eval.release import Finding, GateVerdict, as_markdown, as_table
 from eval.report.page import render_html
 from eval.report.schema import load_report
 from eval.report.tables import code, code_block, escape, render_markdown, table
-from heads.metadata import hash_artifact, read_metadata
+from heads.metadata import hash_artifact
 from scripts.watch.__main__ import render
 from scripts.watch.reading import Stage, read_run
 from tests.scripts.conftest import change, judge
@@ -129,7 +129,7 @@ def write_everywhere(release, text):
 
     artifact, path = release / "artifact", release / "evaluation" / "report.json"
     change(artifact / "draftsmith.json", alter)
-    sha256 = hash_artifact(artifact, read_metadata(artifact))
+    sha256 = hash_artifact(artifact)
     report = changed(load_report(path), {"draft": {"sha256": sha256, "path": text}, "warnings": [text], "hardware.cpu": text})
     path.write_text(json.dumps(report.to_dict()))
     judge(release)

@@ -17,7 +17,7 @@ from eval.release import read_artifact
 from eval.report.schema import load_report
 from heads.families.registry import FAMILIES
 from heads.frozen.identity import hash_weights
-from heads.metadata import PROMPTS_FILE, WEIGHTS_FILE, hash_artifact, read_metadata
+from heads.metadata import PROMPTS_FILE, WEIGHTS_FILE, hash_artifact
 from tests.scripts.conftest import PLANTED, change, judge
 from tests.support.mtp_checkpoints import module_tensors
 from tests.support.reports import numbers_of
@@ -62,7 +62,7 @@ def card_of(folder):
 def test_a_dry_run_writes_an_artifact_whose_report_and_hash_agree(dry, release):
     folder = dry()
     report = load_report(folder / "report.json")
-    assert hash_artifact(folder, read_metadata(folder)) == report.draft.sha256
+    assert hash_artifact(folder) == report.draft.sha256
     measured = load_report(release / "evaluation" / "report.json")
     assert report.draft.measured_sha256 == measured.draft.sha256 != report.draft.sha256
     assert report.acceptance == measured.acceptance
@@ -71,13 +71,12 @@ def test_a_dry_run_writes_an_artifact_whose_report_and_hash_agree(dry, release):
     assert json.loads((folder / "publication.json").read_text())["gate"]["outcome"] == "pass"
 
 
-def rehash(release, alter):
-    """Change a release's metadata, and its report and verdict with them."""
+def rehash(release, alter=lambda metadata: None, **section):
+    """Change a release's metadata, and its report and verdict with the artifact."""
     change(release / "artifact" / "draftsmith.json", alter)
-    sha256 = hash_artifact(release / "artifact", read_metadata(release / "artifact"))
-    change(release / "evaluation" / "report.json", lambda report: report["draft"].update(sha256=sha256))
+    section |= {"sha256": hash_artifact(release / "artifact")}
+    change(release / "evaluation" / "report.json", lambda report: report["draft"].update(section))
     judge(release)
-    return sha256
 
 
 def test_no_secret_and_no_path_of_the_machine_is_published(dry, release, tmp_path, monkeypatch):
@@ -88,8 +87,8 @@ def test_no_secret_and_no_path_of_the_machine_is_published(dry, release, tmp_pat
         lambda report: report["warnings"].append(f"/home/alice/x was made for another, see file:///home/alice/y {own}"),
     )
     change(release / "artifact" / "tokenizer_config.json", lambda config: config.update(name_or_path=str(release / "target")))
-    judge(release)
     save_file({"user_texts": torch.zeros(1, dtype=torch.int64)}, release / "artifact" / PROMPTS_FILE)
+    rehash(release)
     folder = dry("--set", "exports=[transformers]", "--target", str(release / "target"))
     assert (folder / "transformers" / "serve.txt").is_file()
     assert list(folder.rglob(PROMPTS_FILE)) == []
@@ -140,10 +139,8 @@ def put_head(release, tiny_llama, settings, **provenance):
     artifact = release / "artifact"
     known = json.loads((artifact / "draftsmith.json").read_text())
     head = FAMILIES[settings.kind].build(settings, tiny_llama(seed=1, dtype=torch.float32), None)
-    metadata = save_artifact(artifact, head, known["target"], num_speculative_tokens=2, provenance=provenance)
-    section = {"kind": settings.kind, "sha256": hash_artifact(artifact, metadata)}
-    change(release / "evaluation" / "report.json", lambda report: report["draft"].update(section))
-    judge(release)
+    save_artifact(artifact, head, known["target"], num_speculative_tokens=2, provenance=provenance)
+    rehash(release, kind=settings.kind)
 
 
 def test_a_head_is_an_adapter_of_its_target_and_goes_into_its_engines(dry, release, tiny_llama):
@@ -175,10 +172,12 @@ def test_an_export_that_holds_the_target_is_not_published(dry, release, tiny_lla
 
 def test_the_licence_is_what_the_targets_card_says_and_never_invented(dry, push, release, tmp_path):
     card = release / "target" / "README.md"
-    card.write_text("---\nlicense: other\nlicense_name: gemma\nlicense_link: https://ai.google.dev/terms\nlanguage: de\n---\n")
+    card.write_text(
+        "---\nlicense: other\nlicense_name: gemma\nlicense_link: https://ai.google.dev/terms\nlanguage: [de, null, no]\n---\n"
+    )
     rehash(release, lambda value: value["target"].update(name=str(release / "target")))
     data = card_of(dry()).data
-    assert (data.license, data.license_name, data.language) == ("other", "gemma", "de")
+    assert (data.license, data.license_name, data.language) == ("other", "gemma", ["de"])
     began = {"student": {"init": "model", "path": "elsewhere"}}  # another model's licence binds it too
     rehash(release, lambda value: value.update(training=began))
     code, out, _ = push("--dry-run", str(tmp_path / "none"))
@@ -247,6 +246,7 @@ def refused(outcome, *words):
 def test_a_secret_in_a_file_that_is_sent_as_it_is_is_refused(dry, release, secret, encoding):
     before = "a b\n" * 2_000_000  # the secret is in the second piece that is read
     (release / "artifact" / "merges.txt").write_text(before + secret, encoding=encoding)
+    rehash(release)
     outcome = dry()
     refused(outcome, "merges.txt holds what looks like an access token or a private key")
     assert secret not in outcome[2]

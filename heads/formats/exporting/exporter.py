@@ -104,7 +104,7 @@ def export(
             with TemporaryDirectory(dir=folder.parent) as scratch:
                 _write(layout, Path(scratch))
                 layout.convert(Path(scratch), folder, layout)
-        sha256 = hash_artifact(source.folder, source.metadata)
+        sha256 = hash_artifact(source.folder)
         made = f"Made of the artifact {sha256}, to draft {source.num_speculative_tokens} tokens a round."
         notes = [f"- {note}" for note in (*layout.notes, made)]
         lines = [f"Serve with {PROGRAMS.get(engine, engine)}:", "", layout.serve(place), "", *notes]

@@ -10,6 +10,7 @@ import math
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -18,6 +19,7 @@ import pytest
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import (
+    CHECKOUT,
     check_readable,
     folder_lock,
     new_folder,
@@ -69,6 +71,25 @@ def test_a_new_folder_takes_the_place_of_the_old_one_only_when_all_went_well(tmp
         write_text(scratch / "new.txt", "new")
     assert [path.name for path in place.iterdir()] == ["new.txt"]
     assert list(tmp_path.iterdir()) == [place]
+
+
+def test_what_a_killed_process_left_of_a_new_folder_is_removed_by_the_next_and_what_a_living_one_makes_is_not(tmp_path):
+    make = "import sys, time, pathlib; from configs.runtime.files import new_folder\n"
+    make += f"with new_folder(pathlib.Path({str(tmp_path / 'made')!r})): print(flush=True); time.sleep(600)"
+    with ExitStack() as stack:
+        children = []
+        for _ in range(2):
+            child = stack.enter_context(subprocess.Popen([sys.executable, "-c", make], cwd=CHECKOUT, stdout=subprocess.PIPE))
+            stack.callback(child.kill)
+            children.append(child)
+            child.stdout.readline()
+        for scratch in tmp_path.iterdir():
+            os.utime(scratch, (0, 0))
+        children[0].kill()
+        children[0].wait()
+        with new_folder(tmp_path / "made"):
+            assert len([*tmp_path.iterdir()]) == 2
+        assert len([*tmp_path.iterdir()]) == 2
 
 
 @pytest.mark.parametrize(

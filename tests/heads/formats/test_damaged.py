@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from configs.runtime.errors import InputError
 from configs.schema.target import TargetConfig
@@ -77,6 +79,12 @@ def bring_other_values(folder):
     torch.save({"fc.weight": {"nested": torch.ones(2)}}, folder / "pytorch_model.bin")
 
 
+def bring_adapter(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.add_adapter(LoraConfig(r=4, target_modules=["q_proj"]))
+    model.save_pretrained(folder)  # the adapter alone
+
+
 LOADERS = {
     "artifact": lambda folder, target: load_draft(folder, target.identity, target.model),
     "first model": lambda folder, target: initial_draft(StudentConfig(init="model", path=str(folder), layers=None), target),
@@ -85,12 +93,20 @@ LOADERS = {
 }
 
 
-@pytest.mark.parametrize("tamper", [bring_code, bring_pickle, bring_other_values])
+TAMPERED = {
+    bring_code: "config.json",
+    bring_pickle: "pytorch_model.bin",
+    bring_other_values: "pytorch_model.bin",
+    bring_adapter: "adapter_config.json",
+}
+
+
+@pytest.mark.parametrize("tamper", TAMPERED)
 @pytest.mark.parametrize("name", LOADERS)
-def test_what_brings_code_or_pickles_is_refused(strange, target, tamper, name):
+def test_what_brings_code_pickles_or_an_adapter_is_refused_by_its_file(strange, target, tamper, name):
     folder = strange / ("artifact" if name == "artifact" else "target")
     tamper(folder)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match=None if name == "import" else TAMPERED[tamper]):
         LOADERS[name](folder, target)
 
 

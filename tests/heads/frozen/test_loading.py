@@ -52,14 +52,34 @@ def test_a_chat_has_the_bos_of_its_template_alone(tiny_llama, as_target, tiny_to
     assert target.encode_chat([{"role": "user", "content": "w0"}]) == text
 
 
-@pytest.mark.parametrize("damaged", ["config.json", "model.safetensors", "tokenizer*", "cut off"])
-def test_a_folder_without_one_of_its_parts_is_named(folder, damaged):
-    for path in folder.glob(damaged):
+@pytest.mark.parametrize("absent", ["config.json", "model.safetensors", "tokenizer*"])
+def test_a_folder_without_one_of_its_parts_is_named(folder, absent):
+    for path in folder.glob(absent):
         path.unlink()
-    if damaged == "cut off":
-        (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
     with pytest.raises(InputError, match=r"target\.name"):
         load(folder)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize(("cut", "remedy"), [(lambda content: POINTER, "git lfs pull"), (lambda content: content[:300], "")])
+def test_a_file_that_was_not_fetched_or_is_cut_off_is_named_with_what_to_do(folder, name, cut, remedy):
+    (folder / name).write_bytes(cut((folder / name).read_bytes()))
+    with pytest.raises(InputError, match=f"{folder / name}.*{remedy}"):
+        load(folder)
+
+
+def test_a_token_that_has_no_embedding_is_warned_of_and_refused_in_a_conversation(folder, caplog):
+    target = load(folder)
+    target.tokenizer.add_tokens([f"<new{number}>" for number in range(target.vocab_size)])
+    target.tokenizer.save_pretrained(folder)
+    without, beyond = target.tokenizer.convert_ids_to_tokens([target.vocab_size - 1, target.vocab_size])
+    assert load(folder).encode_chat([{"role": "user", "content": without}])
+    assert "embeddings" in caplog.text
+    with pytest.raises(InputError, match=beyond):
+        load(folder).encode_chat([{"role": "user", "content": beyond}])
 
 
 def test_a_family_without_sdpa_is_loaded_with_eager_attention_and_says_so(tmp_path, tiny_tokenizer, caplog):

@@ -1,6 +1,7 @@
 """`draftsmith run`: from a model to a verdict and an export, what goes on after a stop, what is refused before it begins."""
 
 import json
+import os
 import re
 import subprocess
 
@@ -65,6 +66,16 @@ def test_a_run_leads_to_a_verdict_and_an_export_and_its_file_goes_on(model, prom
     assert draftsmith("train", file) == DONE
     assert draftsmith.called == ["train/heads.py"]
     assert (output / "train.before-1").is_dir()
+
+
+def test_other_weights_of_equal_size_and_time_are_another_input_of_a_run(tmp_path):
+    run, weights = RunConfig.model_validate({"target": {"name": str(tmp_path)}}), tmp_path / "model.safetensors"
+    found = set()
+    for content in (b"a", b"b"):
+        weights.write_bytes(content)
+        os.utime(weights, ns=(0, 0))
+        found.add(flow.inputs_of(run))
+    assert len(found) == 2
 
 
 def test_a_run_that_was_begun_is_not_taken_for_another(model, prompts, draftsmith, capsys, monkeypatch, tmp_path):
