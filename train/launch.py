@@ -12,7 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration, patch_environment, set_seed
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+    patch_environment,
+    set_seed,
+)
 from torch.utils.data import DataLoader
 from transformers.integrations import unset_hf_deepspeed_config
 
@@ -37,9 +43,9 @@ from heads.frozen.loading import Target, load_target
 from heads.frozen.processes import join_processes, naming_lost_processes
 from heads.metadata import hash_artifact, locate_artifact
 from heads.modules.interface import Batch
-from train.loop.engines import check_engine
 from train.loop.lineage import engine_name
 from train.loop.loop import Task, train
+from train.loop.surroundings import check_surroundings
 from train.loop.telemetry import TRACKERS_FOLDER, check_trackers
 from train.preflight import check_before_training
 from train.resolve import resolve
@@ -81,6 +87,7 @@ def _run(config: Recipe, make_task: Callable[..., Task]) -> int:
         if state.is_main_process:
             stack.enter_context(folder_lock(output))
         stack.enter_context(naming_lost_processes())
+        check_surroundings(config)
         accelerator = make_accelerator(config.schedule, output)
         if isinstance(config, HeadsConfig) and engine_name(accelerator) == "ZeRO-3":  # which gathers weights by their owners
             raise ConfigError("zero_stage of accelerate's config: heads take 2 at most; take configs/accelerate/zero2.yaml")
@@ -175,15 +182,18 @@ def open_training_cache(config: Recipe, dataset: ConversationDataset, target: Ta
 def make_accelerator(schedule: ScheduleConfig, output: Path) -> Accelerator:
     """Return the accelerator of a training run, and seed all random number generators; a ConfigError says what it cannot do."""
     check_trackers(schedule)
-    check_engine()
     set_seed(schedule.seed)
-    environment = {"ACCELERATE_USE_FSDP": "false"}  # `train.loop.engines` shards the weights, not accelerate
+    # `train.loop.engines` shards the weights, not accelerate, and tells DeepSpeed what the recipe says.
+    environment = {"ACCELERATE_USE_FSDP": "false", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "auto"}
+    environment["ACCELERATE_GRADIENT_CLIPPING"] = "auto"
     if file := os.environ.get(DEEPSPEED_FILE):  # the recipes in configs/accelerate name one beside them, from any folder
         environment[DEEPSPEED_FILE] = str(find_shipped(file))
     try:
         with patch_environment(**environment):
             accelerator = Accelerator(
                 mixed_precision=schedule.mixed_precision,
+                dynamo_backend="no",
+                gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # losses are sums over a step's labels
                 log_with=list(schedule.trackers) or None,
                 project_config=ProjectConfiguration(project_dir=str(output), logging_dir=str(output / TRACKERS_FOLDER)),
                 step_scheduler_with_optimizer=False,

@@ -9,8 +9,8 @@ stage 3 for heads, which read weights outside of the modules that own them.
 
 from __future__ import annotations
 
+import logging
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import parse_flag_from_env
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
@@ -31,10 +30,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from configs.runtime.errors import ConfigError
 from configs.schema.training import OptimizerConfig, ScheduleConfig
 from heads.device import has_fused_optimizers
-from train.loop.lineage import FSDP2, REPLICATED, engine_name, fsdp_is_requested
+from train.loop.lineage import FSDP2, REPLICATED, engine_name
 
 if TYPE_CHECKING:
     from train.loop.loop import Task
+
+log = logging.getLogger("draftsmith")
 
 WEIGHTS_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.bin"
 MakeOptimizer = Callable[[nn.Module], tuple[torch.optim.Optimizer, LambdaLR]]
@@ -67,20 +68,6 @@ def choose_engine(accelerator: Accelerator, schedule: ScheduleConfig, optimizer:
     if name == REPLICATED:
         return TrainingEngine(accelerator)
     return Fsdp2Engine(accelerator) if name == FSDP2 else DeepSpeedEngine(accelerator, schedule, optimizer)
-
-
-def check_engine() -> None:
-    """Refuse launch settings that no engine supports, by a ConfigError, before anything is loaded."""
-    if not fsdp_is_requested():
-        return
-    if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
-        raise ConfigError(f"fsdp_config.fsdp_version of accelerate's config: 2 is supported, got {version}")
-    for name in ("offload_params", "activation_checkpointing"):
-        if parse_flag_from_env(f"FSDP_{name.upper()}"):
-            raise ConfigError(
-                f"fsdp_config.fsdp_{name} of accelerate's config: must be false, got true; to save more memory than FSDP "
-                "does, launch with configs/accelerate/zero3_offload.yaml"
-            )
 
 
 class TrainingEngine:
@@ -183,12 +170,20 @@ class DeepSpeedEngine(TrainingEngine):
         for name in ("optimizer", "scheduler"):
             if name in config:
                 raise ConfigError(f"{name} of DeepSpeed's config file: the recipe's `optimizer` decides it; take it out")
+        for name in {"fp16", "bf16"} - {schedule.mixed_precision}:
+            if config.get(name, {}).get("enabled") is True:
+                raise ConfigError(f"{name} of DeepSpeed's config file: schedule.mixed_precision decides it; take it out")
         accelerator.gradient_accumulation_steps = schedule.gradient_accumulation_steps
         config.pop("train_batch_size", None)  # follows from the others
-        config |= {
+        decided = {
             "train_micro_batch_size_per_gpu": schedule.batch_size,
             "gradient_accumulation_steps": schedule.gradient_accumulation_steps,
             "gradient_clipping": optimizer.max_grad_norm,
+        }
+        for name, own in decided.items():
+            if (asked := config.get(name, "auto")) not in ("auto", 1, own):  # 1: accelerate's, where the file has none
+                log.warning("%s %s of DeepSpeed's config file is overridden: the recipe says %s", name, asked, own)
+        config |= decided | {
             # As the other engines add gradients up and send them; DeepSpeed takes the dtype that the products have.
             "data_types": {"grad_accum_dtype": "fp32"} | config.get("data_types", {}),
             "communication_data_type": config.get("communication_data_type", "fp32"),

@@ -174,26 +174,18 @@ def test_the_deepspeed_file_that_a_recipe_names_is_found_from_any_folder(monkeyp
     assert json.loads(Path(named[0]).read_text())["zero_optimization"]["stage"] == 2
 
 
-@pytest.mark.parametrize(
-    ("environment", "complaint"),
-    [
-        ({"FSDP_VERSION": "1"}, "fsdp_version"),
-        ({"FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params"),
-    ],
-)
-def test_what_no_engine_does_is_refused(monkeypatch, environment, complaint):
-    for name, value in ({"ACCELERATE_USE_FSDP": "true"} | environment).items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=complaint):
-        engines.check_engine()
-
-
-@pytest.mark.parametrize("name", ["optimizer", "scheduler"])
-def test_what_the_recipe_decides_is_no_business_of_deepspeeds_config_file(name):
-    plugin = SimpleNamespace(zero_stage=2, deepspeed_config={"zero_optimization": {"stage": 2}, name: {"type": "Adam"}})
+@pytest.mark.parametrize("name", ["optimizer", "scheduler", "bf16"])
+def test_what_the_recipe_decides_is_no_business_of_deepspeeds_config_file(name, caplog):
+    asked = {name: {"type": "Adam", "enabled": True}, "gradient_clipping": 0.5}
+    plugin = SimpleNamespace(zero_stage=2, deepspeed_config={"zero_optimization": {"stage": 2}, **asked})
     accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
-    with pytest.raises(ConfigError, match=f"^{name} of DeepSpeed's config file: the recipe's `optimizer` decides it"):
-        engines.DeepSpeedEngine(accelerator, ScheduleConfig(), OptimizerConfig())
+    schedule = ScheduleConfig(mixed_precision="no")
+    with pytest.raises(ConfigError, match=f"^{name} of DeepSpeed's config file"):
+        engines.DeepSpeedEngine(accelerator, schedule, OptimizerConfig())
+    del plugin.deepspeed_config[name]
+    engines.DeepSpeedEngine(accelerator, schedule, OptimizerConfig())
+    assert plugin.deepspeed_config["gradient_clipping"] == OptimizerConfig().max_grad_norm
+    assert "gradient_clipping 0.5" in caplog.text
 
 
 @pytest.mark.parametrize("recipe", cases([("zero2",), ("zero3",)], [("zero2",)]))

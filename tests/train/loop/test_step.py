@@ -51,6 +51,18 @@ def textbook(draft, target, rows):
     return norms
 
 
+@pytest.fixture
+def told_otherwise(monkeypatch):
+    """accelerate's variables ask for what the recipe decides."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    asked = {"GRADIENT_ACCUMULATION_STEPS": "4", "GRADIENT_CLIPPING": "9", "MIXED_PRECISION": "bf16", "DYNAMO_BACKEND": "EAGER"}
+    for name, value in asked.items():
+        monkeypatch.setenv(f"ACCELERATE_{name}", value)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("told_otherwise")
 def test_six_steps_of_two_micro_batches_give_the_weights_of_plain_torch(tmp_path, greedy_target, greedy_rows):
     length = {"max_steps": STEPS, "gradient_accumulation_steps": ACCUMULATED, "log_every_steps": 1, "eval_every_steps": None}
     config = distill_config(tmp_path, settings={"optimizer": OPTIMIZER}, **length)
