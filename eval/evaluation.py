@@ -10,6 +10,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -20,7 +21,7 @@ from accelerate import PartialState
 
 from configs.runtime.command import DONE
 from configs.runtime.errors import InputError
-from configs.runtime.files import read_json, write_json, write_text
+from configs.runtime.files import folder_lock, read_json, write_json, write_text
 from configs.runtime.redaction import mask_arguments, mask_secrets
 from configs.runtime.run_record import describe_git, describe_hardware, describe_versions, fingerprint, write_run_record
 from configs.runtime.terminal import say
@@ -100,8 +101,16 @@ def evaluate(config: EvalConfig) -> int:
     suites = load_suites(config.all_suites)
     check_references(config.quality, suites[0].prompts)
     loaded = _load(config, suites)
-    target, state = loaded.target, loaded.state
     laps.done("loading")
+    with folder_lock(output) if loaded.state.is_main_process else nullcontext():
+        return _evaluate(config, loaded, suites, laps)
+
+
+def _evaluate(config: EvalConfig, loaded: Loaded, suites: Sequence[Suite], laps: Laps) -> int:
+    output, target, state = Path(config.output), loaded.target, loaded.state
+    if state.is_main_process:
+        write_run_record(output, config, processes=state.num_processes)
+    state.wait_for_everyone()  # the folder is there
     proposers = {SPECULATIVE: loaded.draft.proposer, **make_baselines(config, target, loaded.answers)}
     if config.tries_lookup:
         proposers[WITH_LOOKUP] = add_lookup(loaded.draft.proposer, config, target, loaded.answers)
@@ -161,9 +170,6 @@ def _load(config: EvalConfig, suites: Sequence[Suite]) -> Loaded:
     suite_of = {prompt.prompt_id: suite.name for suite in fitted for prompt in suite.prompts}
     turns = Turns(target, [prompt for suite in fitted for prompt in suite.prompts], suite_of)
     check_decodable(target, turns.first, config.decode)
-    if state.is_main_process:
-        write_run_record(Path(config.output), config, processes=state.num_processes)
-    state.wait_for_everyone()  # the folder is there
     return Loaded(suites=fitted, turns=turns, target=target, draft=draft, answers=answers, state=state)
 
 

@@ -8,6 +8,7 @@ nothing is guessed.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ from eval.report.text import short
 from heads.formats.exporting.exporter import engines_of
 from scripts.push.files import NAMELESS, Cleaned
 
+LANGUAGE = re.compile(r"[A-Za-z][A-Za-z0-9-]*")
 TEMPLATE = Path(__file__).with_name("templates") / "model_card.md.j2"
 
 
@@ -71,7 +73,15 @@ def read_card(name: str, revision: str | None, *, online: bool) -> ModelCardData
     for key in ("license", "license_name", "license_link"):
         value = getattr(data, key, None)
         setattr(data, key, one_line(value) if isinstance(value, str) else None)
+    data.language = _languages(data.language)
     return data
+
+
+def _languages(stated: Any) -> str | list[str] | None:
+    """Return what names a language of what a card states; YAML reads Norwegian's `no` as false."""
+    if isinstance(stated, list):
+        return [each for each in stated if _languages(each)] or None
+    return stated if isinstance(stated, str) and LANGUAGE.fullmatch(stated) else None
 
 
 def _serve(repo_id: str, metadata: Mapping[str, Any], exports: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:

@@ -42,6 +42,7 @@ class Record:
     @contextmanager
     def step(self, name: str, job: str) -> Iterator[dict[str, Any]]:
         """Note that a step begins and, whatever becomes of it, how long it took; the caller adds `done` and `code`."""
+        started = time.monotonic()  # the clock may be set meanwhile
         entry = self.steps[name] = {"job": job, "done": False, "began": time.time()}
         progress = self.output / "progress.json"
         os.environ.update({PROGRESS_FILE: str(progress.absolute()), STAGE: name})
@@ -49,7 +50,7 @@ class Record:
         try:
             yield entry
         finally:
-            entry["seconds"] = time.time() - entry["began"]
+            entry["seconds"] = time.monotonic() - started
             for variable in (PROGRESS_FILE, STAGE):
                 os.environ.pop(variable, None)
             progress.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM
 
 from configs.runtime.command import BAD_INPUT, run_command
 from configs.runtime.errors import InputError
+from configs.runtime.files import folder_lock
 from configs.schema.decoding import ParticleSampling, TypicalAcceptance
 from configs.schema.evaluation import EvalConfig, GateConfig, GateRule, LosslessConfig
 from distill.dataset.conversations import text_hash
@@ -29,7 +30,7 @@ from heads.proposers.lookup import PromptLookup
 from tests.support.evaluations import measure, report_in, tiny_evaluation, write_suite
 from tests.support.reports import REMOVED, changed, report_of
 
-FILES = ["records.jsonl", "report.html", "report.json", "report.md", "run.json", "seconds.json"]
+FILES = [".lock", "records.jsonl", "report.html", "report.json", "report.md", "run.json", "seconds.json"]
 
 
 @pytest.fixture
@@ -127,6 +128,11 @@ def test_a_sound_draft_passes_the_gate_and_a_rule_that_accepts_everything_does_n
     gate = GateConfig(rules=[GateRule(metric="acceptance.tokens_per_target_step", min=0.1)], allow_unknown_training=True)
     verdict = judge(report_in(config), gate, artifact=read_artifact([config.draft]))
     assert [each.check for each in verdict.findings if each.outcome != "pass"] == ["lossless"] * planted
+
+
+def test_a_second_evaluation_into_the_same_folder_is_refused(config):
+    with folder_lock(Path(config.output)), pytest.raises(InputError, match="output: another process"):
+        evaluate(config)
 
 
 def test_a_draft_that_was_trained_on_a_prompt_of_the_suite_is_warned_of_and_fails_the_gate(config, tiny_run, tmp_path):
@@ -233,7 +239,7 @@ def test_a_prompt_longer_than_the_context_and_damaged_weights_are_refused_in_one
         ({"target.name": "./nosuch"}, "error: target.name: ./nosuch is neither"),
         ({"draft": "nosuch"}, "error: nosuch is no artifact"),
         ({"decode.num_speculative_tokens": 256}, "error: decode.num_speculative_tokens is 256, and the target's context"),
-        ({"output": "/dev/null/evaluation"}, "error: cannot write /dev/null/evaluation"),
+        ({"output": "/dev/null/evaluation"}, "error: output: /dev/null/evaluation"),
     ],
 )
 def test_what_cannot_be_found_or_written_is_refused_in_one_sentence(refusal, changed, beginning):

@@ -12,7 +12,7 @@ import pytest
 from configs.runtime.command import BAD_INPUT, DONE, FAILED, GATE_FAILED, INCONCLUSIVE, INTERRUPTED, TERMINATED
 from configs.runtime.errors import Stopped
 from scripts.run import stages
-from scripts.run.steps import LAUNCH, run_step, stop
+from scripts.run.steps import LAUNCH, Record, run_step, stop
 
 ROOT = Path(__file__).resolve().parents[3]
 # A step as `accelerate launch` is one: a parent that waits for a child, which tells its number and sleeps.
@@ -61,6 +61,14 @@ def test_verdicts_stop_nothing_and_the_worst_is_the_code_also_when_it_is_read_ag
     assert run_two.ran == {"gate": 1, "check": 1}
     assert run_two(codes=codes) == worst
     assert run_two.ran == {"gate": 1, "check": 2 if BAD_INPUT in codes else 1}  # a verdict is a result, bad input is none
+
+
+def test_a_stage_takes_as_long_as_it_takes_whatever_the_clock_is_set_to(tmp_path, monkeypatch):
+    clock = iter((1000.0, 0.0))
+    monkeypatch.setattr("scripts.run.steps.time", SimpleNamespace(time=lambda: next(clock), monotonic=time.monotonic))
+    with Record(tmp_path, ["gate"], {}).step("gate", "job") as entry:
+        pass
+    assert 0.0 <= entry["seconds"] < 60
 
 
 def test_a_launchers_one_is_a_failure_and_another_commands_one_a_verdict(monkeypatch):
