@@ -2,7 +2,7 @@
 
 `python -m scripts.bench.mutants [--only PATTERN] [--workers N]`. A bug is a text of a file, which must stand there once, and
 what takes its place. It is planted in a copy of the files that git tracks, so the checkout stays as it is. Exit code 1 where a
-bug is not found or cannot be planted, or its test is not there.
+bug is not found or cannot be planted, or its test is not there. All of them, from a commit's clean tree, go into proof.json.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from functools import partial
 from pathlib import Path
 from queue import Queue
 
-from configs.runtime.files import CHECKOUT, read_text
+from configs.runtime.files import CHECKOUT, read_json, read_text, write_json
 from configs.runtime.loading import parse_yaml
+from configs.runtime.run_record import describe_git
 
 TEST_FAILED = 1  # exit code of pytest
 FOUND, NOT_FOUND, NOT_PLANTED, NO_TEST = "found", "NOT FOUND", "CANNOT BE PLANTED", "NO SUCH TEST"
@@ -79,9 +80,18 @@ def main() -> int:
         for number in range(given.workers):
             roots.put(copy_of_checkout(Path(folder) / str(number)))
         outcomes = dict(zip(chosen, pool.map(partial(_judge, roots=roots), chosen), strict=True))
-    survivors = [each for each, outcome in outcomes.items() if outcome != FOUND]
-    print(f"{len(chosen)} bugs planted, {len(chosen) - len(survivors)} found, {len(survivors)} not")
-    return int(bool(survivors))
+    num_found = list(outcomes.values()).count(FOUND)
+    print(f"{len(chosen)} bugs planted, {num_found} found, {len(chosen) - num_found} not")
+    if not given.only and describe_git()["dirty"] is False:
+        add_result(CHECKOUT / "docs" / "results" / "proof.json", len(chosen), num_found)
+    return int(num_found < len(chosen))
+
+
+def add_result(path: Path, num_planted: int, num_found: int) -> None:
+    """Put the outcome into the results file of `scripts.bench.proof`, which keeps it; its commit stands under `mutants`."""
+    results = read_json(path, "results of scripts.bench.proof")
+    results["ratios"] |= {"mutants": num_planted, "mutants_killed_share": num_found / num_planted}
+    write_json(path, results | {"mutants": {"command": "python -m scripts.bench.mutants", "git": describe_git()}})
 
 
 def _judge(mutant: Mutant, roots: Queue[Path]) -> str:

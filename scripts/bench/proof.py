@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from configs.runtime.command import DONE, run_command
+from configs.runtime.files import read_json
 from configs.schema.base import PositiveInt, Settings
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import LosslessConfig, SuiteConfig
@@ -65,7 +67,10 @@ def prove(config: ProofBenchConfig) -> int:
         own = [row for row in simulated if row["clusters"] == number]
         ratios[f"interval_coverage_{number}_clusters"] = min(row["coverage"] for row in own)
     ratios["gate_pass_share_at_threshold"] = max(row["above_share"] for row in simulated)
-    write_results(config.output, "proof", rows=[*rows, *simulated], ratios=ratios, config=config)
+    earlier = read_json(Path(config.output), "results") if Path(config.output).is_file() else {"ratios": {}}
+    ratios |= {name: value for name, value in earlier["ratios"].items() if name.startswith("mutants")}
+    planted = earlier.get("mutants")  # by `scripts.bench.mutants`
+    write_results(config.output, "proof", rows=[*rows, *simulated], ratios=ratios, config=config, mutants=planted)
     return DONE
 
 

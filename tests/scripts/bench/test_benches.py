@@ -31,6 +31,7 @@ from scripts.bench import (
     harness,
     heads,
     modalities,
+    mutants,
     proof,
     serve,
     serve_engines,
@@ -94,7 +95,9 @@ def test_decode(tiny_run, recipe, in_process, monkeypatch, tmp_path):
     assert all(each["not_ties"] == 0 for each in results["agreement"].values())
 
 
-def test_proof(tiny_run, tmp_path, monkeypatch):
+def test_proof_which_keeps_what_the_planted_bugs_came_to(tiny_run, tmp_path, monkeypatch):
+    (tmp_path / "proof.json").write_text('{"ratios": {"noise_02_found_share": 0.5}}')
+    mutants.add_result(tmp_path / "proof.json", 4, 3)
     monkeypatch.setattr(proof, "NOISE", 3.0)
     settings = {
         "target": target_of(tiny_run),
@@ -107,6 +110,8 @@ def test_proof(tiny_run, tmp_path, monkeypatch):
     results = results_of(proof.prove, proof.ProofBenchConfig, settings)
     assert (results["ratios"]["noise_02_found_share"], results["ratios"]["false_alarm_share"]) == (1, 0)
     assert {"wrong_cache_dtype_found_share", "interval_coverage_8_clusters"} <= results["ratios"].keys()
+    assert (results["ratios"]["mutants"], results["ratios"]["mutants_killed_share"]) == (4, 0.75)
+    assert results["mutants"]["git"].keys() == {"commit", "dirty"}
 
 
 def test_heads_and_the_curve_through_their_sizes(tiny_data, recipe, in_process, tmp_path):
