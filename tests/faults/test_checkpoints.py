@@ -185,7 +185,7 @@ def test_every_key_of_a_training_decides_its_weights_or_is_listed_with_the_reaso
     own = deciding_settings(config, {})
     found = {key: deciding_settings(changed(config, key), {}) == own for key, _ in leaves(config)}
     assert {key for key, same in found.items() if same} == {key for key in found if changes_no_weight(key)}
-    deciding = ("optimizer.learning_rate", "data.max_length", "held_out.num_prompts", "schedule.seed")
+    deciding = ("optimizer.learning_rate", "data.max_length", "held_out.num_prompts", "schedule.seed", "loss.temperature")
     assert not any(found[key] for key in deciding)
     assert deciding_settings(config, {"train": "1"}) != own
     assert deciding_settings(config | {"new": None}, {}) == own

@@ -141,8 +141,7 @@ def walk(accepted_T: Sequence[int], start: int, end: int, num_tokens: int) -> tu
     """
     pending, rounds = start, 0
     while pending + 1 < end:
-        room = end - pending - 2  # one token of each round is the target's own
-        pending += 1 + min(accepted_T[pending - 1], num_tokens, room)
+        pending += 1 + min(accepted_T[pending - 1], num_tokens)
         rounds += 1
     return end - 1 - start, rounds
 

@@ -85,6 +85,7 @@ def test_what_only_looks_a_little_like_one_stays(text):
 
 def test_the_values_of_secret_variables_are_known_wherever_they_turn_up(monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    monkeypatch.setenv("OLD_API_KEY", "0123456789")  # which begins the other one
     monkeypatch.setenv("MY_KEY", str(tmp_path))  # a place
     monkeypatch.setenv("AWS_SECRET", "/begins/like+a/path")
     monkeypatch.setenv("DB_PASSWORD", "yes")  # too short to be told from a word

@@ -134,6 +134,10 @@ def sampler_of(lengths, batch_size=4, **settings):
     return PackedBatchSampler(lengths, batch_size, **{"pack_length": 96, "seed": 0} | settings)
 
 
+def test_conversations_may_fill_a_row_to_its_end():
+    assert sampler_of([96, 48, 48, 96]).num_rows == 3
+
+
 def test_a_row_is_its_conversations_one_after_the_other():
     batch = collate_packed([[Example((11, 12, 13), 2, 5), Example((21, 22), 1, 3)], [Example((31, 32, 33, 34), 1, 8)]])
     pad = NO_DOCUMENT

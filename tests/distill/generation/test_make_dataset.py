@@ -106,6 +106,16 @@ def test_self_seeded_prompts_survive_an_interruption(config, monkeypatch):
     assert json.loads(made(config)["manifest.json"])["counts"]["prompts"] == 12
 
 
+def test_answers_of_other_settings_are_not_taken_for_those_asked_for(config, monkeypatch):
+    monkeypatch.setattr(making.AnswerJob, "collect", lambda job: pytest.fail("stopped"))
+    with pytest.raises(pytest.fail.Exception):
+        make_dataset(config)
+    monkeypatch.undo()
+    greedy = config.answers.model_copy(update={"temperature": 0.0})
+    files = made(config, answers=greedy)
+    assert files["train.jsonl"] == made(config, answers=greedy)["train.jsonl"]
+
+
 def test_an_output_that_is_a_file_or_holds_anything_else_is_refused_before_the_target_is_loaded(config, tmp_path, monkeypatch):
     monkeypatch.setattr(making, "load_target", lambda config: pytest.fail("loaded"))
     (tmp_path / "folder").mkdir()

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
@@ -15,6 +16,7 @@ from configs.schema.target import TargetConfig
 from eval.decoder.decode import decode
 from heads.frozen.loading import load_target
 from heads.frozen.tokenizer import OBJECT, SOUND
+from heads.inference.kv_cache import RowCache
 from tests.models.cases import Case
 from tests.models.media_stage import media_requests, media_target
 from tests.support.architectures import tiny_model
@@ -44,6 +46,15 @@ def test_a_place_for_an_image_without_it_a_changed_image_and_a_target_without_im
     without = load_target(TargetConfig(name=images.identity.name, dtype="float32", device="cpu"))
     with pytest.raises(InputError, match=r"a prompt brings image a\.png, and target\.images is null"):
         without.encode_chat([{"role": "user", "content": TEXT}], media=["a.png"])
+
+
+def test_positions_behind_an_image_leave_the_batch_with_their_row():
+    cache = RowCache(1, 4)
+    cache.offsets_B = torch.tensor([0, -3, -5])
+    cache.place([0, 0, 0], 1, torch.device("cpu"))
+    cache.rows[0].update(torch.zeros(3, 1, 1, 2), torch.zeros(3, 1, 1, 2))
+    cache.keep_rows([2, 0])
+    assert cache.offsets_B.tolist() == [-5, 0]
 
 
 def test_a_sound_in_a_url_is_that_of_a_file_and_one_longer_than_the_model_reads_is_refused(tmp_path):

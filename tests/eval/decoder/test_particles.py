@@ -134,6 +134,12 @@ def test_texts_may_end_at_any_place_and_the_answer_stops_there(target, as_target
         assert generation.rounds == ()
 
 
+def test_drafts_are_weighed_up_to_and_with_the_first_end_of_text(target, as_target, draft):
+    run = ParticleRun(as_target(target.model, eos=(3,)), requests_for(PROMPTS[:1]), sampled(3), draft)
+    tokens = torch.tensor([[5, 3, 3], [5, 6, 3], [5, 3, 6]])
+    assert run._up_to_the_end(tokens, torch.tensor([3, 2, 1])).tolist() == [2, 2, 1]
+
+
 def test_a_request_whose_logits_are_not_finite_fails_alone(tiny_llama, as_target, draft):
     model = tiny_llama(seed=1)
     with torch.no_grad():

@@ -159,7 +159,9 @@ def test_an_answer_that_was_learnt_is_copied_round_after_round(tiny_llama, as_ta
 )
 def test_prompt_lookup_copies_from_a_match_that_is_long_enough_and_goes_on_with_what_repeats(text, shortest, drafted):
     lookup = PromptLookup(CPU, longest=4, shortest=shortest)
-    lookup.start([text], 20, None)
+    lookup.start([[7, 7, 7], text], 20, None)
+    lookup.look_up([[7, 7, 7], text[:-1]], 3)
+    lookup.keep_rows([1])  # the other text has ended
     proposal = lookup.propose(RoundInputs.of([text], CounterRNG(0, [0], CPU)), 3, None, keep_logits=False)
     assert proposal.tokens_BG[0].tolist() == drafted
     assert proposal.num_drafted.host == [len(drafted)]

@@ -71,6 +71,7 @@ def test_few_prompts_are_all_used_and_trained_on_more_often():
     assert few.held_out == 4
     decoded = 4 * 1.5 * fmean(min(length, 64) for length in range(30, 129)) * 0.12  # half as many are of the house suite
     assert few.seconds["eval"] == pytest.approx(FIXED["eval"] + decoded)
+    assert few.seconds["data"] == pytest.approx(FIXED["data"] + 20 * 0.35)  # held-out ones are answered too
 
 
 def test_a_cache_that_the_disk_does_not_hold_is_left_out_and_the_target_runs_in_training(monkeypatch):

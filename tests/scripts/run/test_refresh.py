@@ -2,12 +2,14 @@
 
 import json
 import shutil
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
 
 from configs.runtime.command import BAD_INPUT, DONE, TERMINATED
 from configs.runtime.errors import InputError
+from configs.runtime.loading import load_config
 from configs.schema.commands.running import RunConfig
 from configs.schema.evaluation import SuiteConfig
 from eval.report.schema import load_report
@@ -37,7 +39,7 @@ def lines_of(path):
 
 
 def log_rows(num=30):
-    """Requests of three weeks, two a day, with two secrets, a duplicate, a private key and a row that no format fits."""
+    """Requests of three weeks, two a day, with two secrets, a duplicate, private keys and a row that no format fits."""
     rows = [
         {"id": f"user-{number}", "time": START + 43_200 * number, "request": {"messages": [user(asked(number))]}}
         for number in range(num)
@@ -45,6 +47,7 @@ def log_rows(num=30):
     rows[3]["request"]["messages"] = [{"role": "system", "content": f"w5 {MAIL}"}, user(f"w9 w8 key {KEY} w1")]
     rows[4] = {"time": "2026-09-24T12:00:00Z", "request": {"messages": [user(PEM)]}}
     rows[6] = {**rows[6], "id": MAIL, "request": rows[5]["request"]}
+    rows[8]["request"]["messages"] = [user(PEM), {"role": "assistant", "content": "w4"}, user("w5 w6 w7")]
     return [*rows, {"time": START, "what": "ever"}]
 
 
@@ -82,9 +85,9 @@ def test_a_log_becomes_a_judged_draft_without_its_secrets_and_a_second_run_repea
     assert refresh() == DONE
     assert refresh.called == ["eval/gate.py", "eval/compare.py"]
     manifest = json.loads(Path("out/log/manifest.json").read_text())
-    assert manifest["dropped"] == {"duplicate": 1, "private_key": 1, "unreadable": 1}
+    assert manifest["dropped"] == {"duplicate": 1, "private_key": 2, "unreadable": 1}
     assert manifest["masked"] == {"email": 1, "token": 1}
-    assert manifest["kept"] == 28
+    assert manifest["kept"] == 27
     written = [path for path in Path("out").rglob("*") if path.is_file() and path.suffix in (".json", ".jsonl", ".md")]
     assert [path for path in written if any(each in path.read_text() for each in (KEY, MAIL, "MIIEow", "user-7"))] == []
     trained = json.loads(Path("out/train/artifact/draftsmith.json").read_text())
@@ -100,10 +103,11 @@ def test_a_log_becomes_a_judged_draft_without_its_secrets_and_a_second_run_repea
     assert texts[1].isdisjoint(texts[2])  # what chooses the checkpoint is not measured
     new, served = (load_report(Path("out") / name / "report.json") for name in ("eval", "baseline"))
     assert new.prompts.sha256 == served.prompts.sha256
+    assert new.prompts.num_prompts == load_config(RunConfig, Path("out/draft.yaml")).eval["suite.num_prompts"]
     assert Path("out/comparison.md").is_file()
 
 
-def test_what_the_served_draft_was_trained_on_is_not_measured_and_what_suites_ask_is_not_trained_on(
+def test_what_the_served_draft_was_trained_on_is_not_measured_and_what_is_asked_now_is_not_trained_on(
     tiny_run, tiny_data, head, tmp_path
 ):
     data, made = tmp_path / "data", Path(tiny_data.output)
@@ -111,8 +115,9 @@ def test_what_the_served_draft_was_trained_on_is_not_measured_and_what_suites_as
     train, held_out = lines_of(made / "train.jsonl"), lines_of(made / "held_out.jsonl")
     (data / "held_out.jsonl").write_text("\n".join([*held_out, train[0]]) + "\n")
     (tmp_path / "suite.jsonl").write_text(as_lines([{"messages": json.loads(train[1])["messages"][:1]}]))
+    (data / "old.jsonl").write_text("\n".join([*held_out, train[1], train[2]]) + "\n")
     mix(
-        run_of(tiny_run, tmp_path, head, replay_share=0),
+        run_of(tiny_run, tmp_path, head, replay=str(data / "old.jsonl"), replay_share=0.5),
         [SuiteConfig(path=str(tmp_path / "suite.jsonl"))],
         data,
         tmp_path / "mix",
@@ -120,6 +125,7 @@ def test_what_the_served_draft_was_trained_on_is_not_measured_and_what_suites_as
     counts = json.loads((tmp_path / "mix" / "manifest.json").read_text())["counts"]
     assert counts["held_out"]["left_out_trained_on"] == 1
     assert counts["train"]["left_out_of_suites"] == 1
+    assert counts["train"]["by_source"]["replay"] == 1
 
 
 def test_drift_is_tau_by_week_and_trains_nothing(refresh):
@@ -182,11 +188,13 @@ def run_of(tiny_run, folder, served="none", template=None, **settings):
 def weeks_of(run, served, folder):
     """Return the messages that drift asks by week."""
     write_weeks(run, served, read_log(run), folder)
-    return [[json.loads(line)["messages"] for line in lines_of(week)] for week in sorted(folder.glob("*.jsonl"))]
+    return {week.stem: [json.loads(line)["messages"] for line in lines_of(week)] for week in folder.glob("*.jsonl")}
 
 
 def test_the_newest_conversations_are_taken_whatever_their_order_in_the_log(tiny_run, tmp_path):
-    rows = [{"prompt": f"w{number}", "time": START + number} for number in (4, 0, 8, 2, 6, 1, 7, 3, 5)]
+    zones = [timezone(timedelta(hours=9 - 12 * (number % 2))) for number in range(9)]
+    times = [datetime.fromtimestamp(START + 3600 * number, zone).isoformat() for number, zone in enumerate(zones)]
+    rows = [{"prompt": f"w{number}", "time": times[number]} for number in (4, 0, 8, 2, 6, 1, 7, 3, 5)]
     (tmp_path / "log.jsonl").write_text(as_lines(rows))
     write_log_prompts(run_of(tiny_run, tmp_path, num_prompts=5), tmp_path / "log" / "prompts.jsonl")
     taken = [json.loads(line)["messages"][0]["content"] for line in lines_of(tmp_path / "log" / "prompts.jsonl")]
@@ -195,15 +203,16 @@ def test_the_newest_conversations_are_taken_whatever_their_order_in_the_log(tiny
 
 def test_drift_is_measured_on_no_prompt_that_the_draft_was_trained_on(tiny_run, tiny_data, head, tmp_path):
     known = json.loads(lines_of(f"{tiny_data.output}/train.jsonl")[0])["messages"][:-1]
-    rows = [{"messages": each, "time": START} for each in (known, [user("w40 w41 w42")])]
+    rows = [{"messages": each, "time": "2027-01-01T12:00:00Z"} for each in (known, [user("w40 w41 w42")])]
     (tmp_path / "log.jsonl").write_text(as_lines(rows))
-    assert weeks_of(run_of(tiny_run, tmp_path, min_prompts=1), head, tmp_path / "weeks") == [[[user("w40 w41 w42")]]]
+    found = weeks_of(run_of(tiny_run, tmp_path, min_prompts=1), head, tmp_path / "weeks")
+    assert found == {"2026-W53": [[user("w40 w41 w42")]]}
 
 
 def test_conversations_that_begin_alike_are_one_prompt_of_their_week(tiny_run, head, tmp_path):
     rows = [{"turns": ["w1 w2", f"w{3 + number}"], "time": START + number} for number in range(3)]
     (tmp_path / "log.jsonl").write_text(as_lines(rows))
-    assert weeks_of(run_of(tiny_run, tmp_path, min_prompts=1), head, tmp_path / "weeks") == [[[user("w1 w2")]]]
+    assert weeks_of(run_of(tiny_run, tmp_path, min_prompts=1), head, tmp_path / "weeks") == {"2026-W39": [[user("w1 w2")]]}
 
 
 ALTERNATING = (

@@ -111,6 +111,11 @@ def test_each_way_splits_what_it_splits(planned_head):
     memory, sizes = (plan := planned_head(num_accelerators=4)).memory, sizes_of(plan)
     whole, states, gradients = sum(memory.values()), memory["optimizer states"], memory["gradients"]
     assert sizes["ddp_gpus"] == sizes_of(planned_head())["one_gpu"] == whole
+    assert states == 2 * gradients == 8 * count(plan.models.draft, trained=True)  # AdamW's two, in float32
+    decode, layers = plan.config.held_out.decode, plan.models.target.model.layers
+    tokens = min(decode.batch_size, plan.config.held_out.num_prompts) * (64 + decode.max_new_tokens)
+    written = sum(each.self_attn.k_proj.out_features + each.self_attn.v_proj.out_features for each in layers)
+    assert memory["held-out keys and values"] == tokens * written * plan.models.target.dtype.itemsize
     assert sizes["zero2"] == whole - 3 / 4 * (states + gradients)
     assert sizes["fsdp2"] == whole - 3 / 4 * states  # gathers a head's weights and gradients as a whole
     blocks = [sum(each.nbytes for each in block.parameters()) for block in plan.models.target.model.layers]

@@ -212,6 +212,11 @@ def test_vllm(serve_lines, kind):
     assert shlex.split(line) == ["vllm", "serve", TARGET, *options, "--speculative-config", json.dumps(config)]
 
 
+def test_vllm_keeps_the_cache_of_a_head_with_a_window_apart_from_the_targets(write):
+    written = write(Eagle3Settings(kind="eagle3", taps=[1, 2, 3], num_depths=3, window=8))
+    assert "--disable-hybrid-kv-cache-manager" in export(written.source(), "vllm", written.out).serve("folder")
+
+
 @pytest.mark.parametrize(
     ("kinds", "flags"),
     [
