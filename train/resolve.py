@@ -22,7 +22,8 @@ from heads.frozen.loading import Target
 from heads.metadata import locate_artifact, read_metadata
 from heads.vocabulary import DraftVocabulary
 
-LONGEST = 2048  # tokens of a conversation
+USUAL_LENGTH = 2048  # tokens of a conversation; where some are longer, as many as `USUAL_SHARE` of them have, or `LONGEST`
+USUAL_SHARE, LONGEST = 0.95, 8192
 VOCABULARY_STEP, LARGEST_VOCABULARY = 1024, 32_768
 WINDOW_STEP, WINDOW_SHARE = 128, 0.9  # a window holds this share of the conversations whole
 WIDTH = 576  # of the target that these learning rates were found with (docs/benchmarks.md)
@@ -53,9 +54,9 @@ def _resolved(
     text, heads = target.config.get_text_config(), isinstance(config, HeadsConfig)
     max_length = config.data.max_length
     if max_length == AUTO:
-        context = int(getattr(text, "max_position_embeddings", None) or LONGEST)
-        max_length = min(LONGEST, context, config.data.pack_length or LONGEST)
-        yield "data.max_length", max_length, f"of a context of {context}"
+        context = int(getattr(text, "max_position_embeddings", None) or USUAL_LENGTH)
+        max_length, reason = _max_length(min(context, config.data.pack_length or LONGEST), train)
+        yield "data.max_length", max_length, reason
     if config.optimizer.learning_rate == AUTO:
         rate = (HEAD_RATE if heads else DRAFT_LM_RATE) * min(1.0, math.sqrt(WIDTH / text.hidden_size))
         yield "optimizer.learning_rate", float(f"{rate:.2g}"), f"for a width of {text.hidden_size}"
@@ -74,6 +75,16 @@ def _resolved(
     if config.student.layers == AUTO:
         kept = list(range(max(1, num_blocks(target) // DEPTH_SHARE)))
         yield "student.layers", kept, f"the first of {num_blocks(target)} blocks"
+
+
+def _max_length(most: int, train: Sequence[Conversation] | None) -> tuple[int, str]:
+    """Return `USUAL_LENGTH` or, of longer conversations, what `USUAL_SHARE` of them fit in; at most `LONGEST` and `most`."""
+    if train is None:
+        return min(USUAL_LENGTH, most), "for data yet to be made"
+    lengths, *_ = index_of(train).by_row()
+    usual = int(np.quantile(lengths, USUAL_SHARE, method="inverted_cdf"))
+    length = min(max(USUAL_LENGTH, usual), LONGEST, most)
+    return length, f"{int((lengths > length).sum())} of {len(lengths)} conversations are longer"
 
 
 def _window(max_length: int, train: Sequence[Conversation] | None) -> tuple[int | None, str]:

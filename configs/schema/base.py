@@ -15,6 +15,7 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
+Policy = Literal["refuse", "skip"]  # of what cannot be used: it ends the run, or is left out and counted
 Dtype = Literal["bfloat16", "float16", "float32"]
 MIN_TEMPERATURE = 1e-4
 AUTO: Any = "auto"  # a setting that follows from target and data, whose type is that of what `train.resolve` makes of it

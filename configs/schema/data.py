@@ -11,6 +11,7 @@ from typing import Literal
 from configs.schema.base import (
     Dtype,
     NonNegativeInt,
+    Policy,
     PositiveFloat,
     PositiveInt,
     PositiveShare,
@@ -23,6 +24,8 @@ from configs.schema.base import (
 from configs.schema.decoding import SamplingConfig
 from configs.schema.target import TargetConfig
 
+DEFAULT_ANSWER = 128  # tokens
+LONGEST_TURN = 96  # tokens of a self-seeded prompt
 SELF_SEEDED = "self_seeded"  # the category of prompts that the target wrote itself
 
 
@@ -48,7 +51,7 @@ class PromptsConfig(Settings):
     """Where prompts come from: the target itself, files, or a `datasets` data set."""
 
     source: Literal["self_seeded", "file", "dataset"] = "self_seeded"  # where prompts come from
-    num_prompts: PositiveInt = 500  # self_seeded: prompts to write; file, dataset: prompts to take, the first ones
+    num_prompts: PositiveInt = 500  # self_seeded: prompts to write; file, dataset: prompts to take, drawn by a hash
     # file: JSON lines, a JSON array, CSV, TSV, Parquet or text, .gz or not, or a folder of them; dataset: a Hub id or folder
     path: str | None = None
     revision: str | None = None  # dataset: of the Hub, a commit or a tag; None: the newest
@@ -60,10 +63,15 @@ class PromptsConfig(Settings):
     answer_field: str | None = None  # the column where the answer to it stands, if there is one
     # In place of a column: a text made of several, as by Python's str.format, such as "{passage}\n\n{doc[question]}"
     template: str | None = None
-    on_too_long: Literal["refuse", "skip"] = "refuse"  # a prompt that fills the target's context ends the run, or is left out
+    on_too_long: Policy = "refuse"  # a prompt that is longer than max_prompt_tokens, or fills the target's context
+    # A row that cannot be a prompt: no known key, an unknown role, no question, no UTF-8, refused by the chat template. Of two
+    # prompts with one id the second is refused, or gets one of its own
+    on_bad_row: Policy = "refuse"
+    max_bad_share: Share = 1.0  # skip: of the rows; more of them end the run
     category: str = ""  # of prompts without one; empty: self_seeded, or uncategorised where they are read
     system: str | None = None  # the system message of prompts that have none; None: none, so that of the chat template
-    max_prompt_tokens: PositiveInt = 96  # self_seeded: a turn that has not ended by then is dropped
+    # file, dataset: a longer one is too long; self_seeded: a turn that has not ended by then is dropped (None: `LONGEST_TURN`)
+    max_prompt_tokens: PositiveInt | None = None
     temperature: PositiveFloat = 1.0  # self_seeded
     top_p: PositiveShare = 0.95  # self_seeded
 
@@ -87,8 +95,13 @@ class AnswersConfig(SamplingConfig):
     # dataset: the assistant message that a prompt's chat ends with is kept
     # server: the target, run by the server that `server` describes
     written_by: Literal["target", "server", "dataset"] = "target"
-    max_new_tokens: PositiveInt = 128  # longer answers are cut off
+    max_new_tokens: PositiveInt | None = None  # longer answers are cut off; None: at `DEFAULT_ANSWER`, a data set's own at none
     batch_size: PositiveInt = 32  # of the local target
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens at which an answer is cut off; None: at the end of the context."""
+        return DEFAULT_ANSWER if self.max_new_tokens is None and self.written_by != "dataset" else self.max_new_tokens
 
 
 class DataConfig(Settings):

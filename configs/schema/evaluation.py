@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from configs.schema.base import (
     NonNegativeFloat,
     NonNegativeInt,
+    Policy,
     PositiveFloat,
     PositiveInt,
     Settings,
@@ -58,7 +59,7 @@ class SuiteConfig(Settings):
     num_prompts: PositiveInt | None = None  # at most, spread evenly over the categories; None: all
     system: str | None = None  # the system message of prompts that have none; None: none, so that of the chat template
     # A first turn that fills the target's context ends the run, or is left out; the report warns of how many
-    on_too_long: Literal["refuse", "skip"] = "refuse"
+    on_too_long: Policy = "refuse"
 
     @property
     def label(self) -> str:

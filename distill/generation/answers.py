@@ -14,12 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from configs.runtime.errors import InputError
 from configs.runtime.run_record import Journal, Place
 from configs.runtime.terminal import progress
 from configs.schema.data import AnswersConfig
 from distill.dataset.conversations import Conversation, Message
+from distill.generation.bad_rows import BadRow, LeftOut
 from distill.generation.continuation import Request, TargetSource, continue_requests, up_to_end
-from distill.generation.prompts import Prompt, encode_prompt
+from distill.generation.prompts import NOT_ENCODED, Prompt, encode_prompt
+from distill.generation.rendering import Omissions, answer_text, ends_in_thinking, message_of
 from distill.generation.turns import answer_of, said_since, turns_of
 from heads.frozen.loading import Target
 from heads.sampling.draws import request_number
@@ -29,7 +32,7 @@ EMPTY = "empty_answer"  # it ended at once
 NO_ROOM = "no_room_in_context"  # the conversation so far fills the context of the target, or the shorter one of the server
 UNREACHED = "turn_after_a_dropped_one"
 HOLDS_A_PLACEHOLDER = "answer_holds_a_placeholder"  # in whose place there is no image or sound in an answer
-NOT_A_CONTINUATION = "answer_does_not_continue_its_prompt"  # the chat template writes the prompt differently before an answer
+NOT_A_CONTINUATION = "answer_does_not_continue_its_prompt"  # the chat template writes it otherwise after the prompt
 
 TEMPLATE_TOKENS = 64  # about what a chat template puts around two messages
 ANSWER_JOURNALS = ".answers.partial-{rank}.jsonl"
@@ -40,6 +43,7 @@ class Answered(NamedTuple):
 
     rows_of: Callable[[Prompt], Sequence[Conversation]]  # reads a prompt's conversations; to be asked once for each prompt
     dropped: Mapping[str, int]  # turns by reason, complete once all prompts were asked for
+    warn: Callable[[], None] = lambda: None  # says, after that, what an odd template left out
 
 
 class Dialogue:
@@ -88,8 +92,7 @@ class Dialogue:
         if isinstance(answer, str):
             self._go_on(answer, given)
             return
-        text = str(self.target.tokenizer.decode(list(answer), skip_special_tokens=True))
-        own: Message = {"role": "assistant", "content": text}
+        own = message_of(self.target.tokenizer, answer)
         prompt, messages = self.turns[self._turn], (*self._said, own)
         outcome = _conversation(self.target, prompt, self._turn, messages, self._asked, answer)
         if isinstance(outcome, str):
@@ -98,7 +101,8 @@ class Dialogue:
         self.rows.append(asdict(outcome))
         following = said_since(self.turns, self._turn + 1)[:1] if self._turn + 1 < len(self.turns) else []
         is_of_source = given is not None and (not outcome.ended or any(each["role"] != "user" for each in following))
-        self._go_on(None, given if is_of_source else own)
+        is_open = not outcome.ended and ends_in_thinking(self.target, self._asked, answer)
+        self._go_on(None, given if is_of_source else None if is_open else own)
 
     def _go_on(self, dropped: str | None, answer: Message | None) -> None:
         """Go on to the next turn after an answer; where there is none, the turns that are left are lost."""
@@ -122,7 +126,6 @@ class AnswerJob:
     seed: int
     folder: Path
     fingerprint: str
-    lengths: Sequence[int] = ()  # tokens of each prompt; without them its characters are taken
 
     def work(self, *, rank: int, num_processes: int, writes: bool = True) -> None:
         """Answer this process's share of the prompts, except those that are answered; without `writes` only compute them."""
@@ -160,7 +163,11 @@ class AnswerJob:
                 keep()
 
     def dialogue(self, number: int) -> Dialogue:
-        return Dialogue(self.target, self.prompts[number], self.config.max_new_tokens)
+        return Dialogue(self.target, self.prompts[number], self._longest)
+
+    @property
+    def _longest(self) -> int:
+        return self.config.longest or self.target.max_positions
 
     def journal(self, rank: int) -> Journal:
         return Journal(self.folder / ANSWER_JOURNALS.format(rank=rank), self.fingerprint)
@@ -188,8 +195,8 @@ class AnswerJob:
     def _room(self, number: int) -> int:
         """Return about how many positions a prompt's turns take, their answers at their longest."""
         prompt = self.prompts[number]
-        length = self.lengths[number] if self.lengths else len(prompt.user_text)
-        answers = len(prompt.turns) * self.config.max_new_tokens
+        length = prompt.num_tokens or len(prompt.user_text)
+        answers = len(prompt.turns) * self._longest
         return length + answers + sum(len(turn) + TEMPLATE_TOKENS for turn in prompt.turns[1:])
 
     def _pieces(self) -> Iterator[tuple[Journal, int, Place, Any]]:
@@ -199,33 +206,49 @@ class AnswerJob:
             yield from ((journal, int(key), place, piece) for key, place, piece in journal.scan())
 
 
-def existing_answers(target: Target, max_new_tokens: int) -> Answered:
+def existing_answers(target: Target, max_new_tokens: int | None, left_out: LeftOut) -> Answered:
     """Encode every turn of prompts with the answer that it brings (`check_given`), longer ones cut off at `max_new_tokens`."""
-    dropped = Counter[str]()
+    dropped, omissions = Counter[str](), Omissions()
 
     def rows_of(prompt: Prompt) -> list[Conversation]:
         rows = []
         for number, turn in enumerate(turns_of(prompt)):
             if (answer := answer_of(turn)) is None:
                 continue
-            outcome = _existing(target, turn, number, answer, max_new_tokens)
+            try:
+                outcome = _existing(target, turn, number, answer, max_new_tokens, omissions)
+            except BadRow as error:
+                (left_out.count if error.reason == NOT_A_CONTINUATION else left_out.add)(error)
+                continue
             if isinstance(outcome, str):
                 dropped[outcome] += 1
             else:
                 rows.append(outcome)
         return rows
 
-    return Answered(rows_of, dropped)
+    return Answered(rows_of, dropped, omissions.warn)
 
 
-def _existing(target: Target, prompt: Prompt, turn: int, answer: Message, max_new_tokens: int) -> Conversation | str:
-    """Return a turn with the answer that it brings, or the reason why it is dropped."""
+def _existing(
+    target: Target, prompt: Prompt, turn: int, answer: Message, max_new_tokens: int | None, omissions: Omissions
+) -> Conversation | str:
+    """Return a turn with the answer that it brings, or the reason why it is dropped; `BadRow` where it has no tokens."""
     prompt_ids, messages = encode_prompt(target, prompt), (*prompt.messages, answer)
-    whole = target.encode_chat(messages, tools=prompt.tools, answer_follows=False, media=prompt.media)
-    if tuple(whole[: len(prompt_ids)]) != prompt_ids:
-        return NOT_A_CONTINUATION
-    longest = min(max_new_tokens, target.max_positions - len(prompt_ids))
-    answer_ids = up_to_end(whole[len(prompt_ids) :], target.eos_token_ids)[:longest]
+    asked = target.chat_text(prompt.messages, tools=prompt.tools, media=prompt.media)
+    try:
+        whole = target.chat_text(messages, tools=prompt.tools, answer_follows=False, media=prompt.media)
+    except InputError as error:
+        raise BadRow(NOT_ENCODED, f"prompt {prompt.prompt_id}: {error}", prompt.where) from error
+    text = answer_text(asked, whole, messages)
+    if text is None:
+        tails = f"the prompt ends in {asked[-40:]!r}, the answered chat in {whole[-80:]!r}"
+        raise BadRow(NOT_A_CONTINUATION, f"prompt {prompt.prompt_id}: {tails}, which does not continue it", prompt.where)
+    omissions.note(asked + text, messages, prompt.tools, prompt.where)
+    ids = target.encode(asked + text, prompt.media)
+    # Where the tokenizer merges the prompt's end with the answer's beginning, the target would still write the latter alone.
+    answer_ids = ids[len(prompt_ids) :] if tuple(ids[: len(prompt_ids)]) == prompt_ids else target.encode(text)
+    room = target.max_positions - len(prompt_ids)
+    answer_ids = up_to_end(answer_ids, target.eos_token_ids)[: min(max_new_tokens or room, room)]
     return _conversation(target, prompt, turn, messages, prompt_ids, answer_ids)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -25,10 +25,13 @@ from configs.runtime.run_record import Journal, fingerprint, fingerprint_of, wri
 from configs.schema.data import DataConfig
 from distill.dataset.conversations import FORMAT_VERSION, MANIFEST, WRITTEN_BY, share_rows, text_hash
 from distill.generation.answers import ANSWER_JOURNALS, Answered, AnswerJob, existing_answers
-from distill.generation.prompts import TOO_LONG, Prompt, Split, encode_prompt, fit_prompts, split_prompts
+from distill.generation.bad_rows import LeftOut, left_out_by
+from distill.generation.prompts import Prompt, Split, fit_prompts, split_prompts
+from distill.generation.rendering import check_answer_end
 from distill.generation.self_seeding import self_seed
 from distill.generation.server_answers import check_server, server_answer_job
 from distill.generation.sources import check_given, check_readable, list_prompts
+from distill.generation.turns import turns_of
 from distill.server.connection import Connection
 from heads.frozen.loading import Target, load_target
 from heads.frozen.processes import join_processes, naming_lost_processes, share_of
@@ -46,45 +49,51 @@ def make_dataset(config: DataConfig) -> None:
     """Make `train.jsonl`, `held_out.jsonl`, `manifest.json` and `run.json` in `config.output`."""
     output = Path(config.output)
     check_output(output)
-    listed = list_prompts(config.prompts)  # before the target is loaded: a mistake in a file shows at once
+    asked = config.prompts
+    left_out = left_out_by(asked)
+    listed = list_prompts(asked, left_out)  # before the target is loaded: a mistake in a file shows at once
     with nullcontext() if config.server is None else Connection(config.server) as server:
         if server is not None:
             server.check_model()  # before a large target is loaded
         state = join_processes(config.target, timeout_seconds=LONGEST_WAIT_SECONDS)
         with naming_lost_processes(), folder_lock(output, beside=True) if state.is_main_process else nullcontext():
-            _make_locked(config, listed, state, server)
+            _make_locked(config, listed, left_out, state, server)
 
 
-def _make_locked(config: DataConfig, listed: list[Prompt] | None, state: PartialState, server: Connection | None) -> None:
+def _make_locked(
+    config: DataConfig, listed: list[Prompt] | None, left_out: LeftOut, state: PartialState, server: Connection | None
+) -> None:
     output = Path(config.output)
     if state.is_main_process:
         drop_leftovers(output)
     state.wait_for_everyone()
     target = load_target(config.target, for_chats=True)
+    check_answer_end(target)
     started = time.monotonic()
     share = share_of(target.group, state)
     if server is not None and share.number == 0:  # all that hold a part of the main process's target, which this runs
         check_server(server, target)
     state.wait_for_everyone()
+    longest, unusable = config.prompts.max_prompt_tokens, dict[str, int]()
     if listed is None:
-        written, dropped = _self_seed_once(config, target, state)
-        prompts = [prompt.below(config.prompts.system) for prompt in written]
-    else:
-        below = [prompt.below(config.prompts.system) for prompt in listed]
-        prompts = fit_prompts(target, below, config.prompts.on_too_long)
-        dropped = {TOO_LONG: len(below) - len(prompts)}
-    check_readable(target, prompts, written_here=server is None)
+        listed, unusable = _self_seed_once(config, target, state)
+        longest = None  # of the turns, which were ended in time, and not of their text in the template
+    below = [prompt.below(config.prompts.system) for prompt in listed]
+    prompts = fit_prompts(target, below, left_out, longest, turns_of)
+    left_out.check(len(prompts))
+    left_out.counts.update(unusable)
+    check_readable(prompts, written_here=server is None)
     split = split_prompts(prompts, config.held_out_share)
     if config.answers.written_by == "dataset":
         check_given(prompts)
-        collect: Callable[[], Answered] = partial(existing_answers, target, config.answers.max_new_tokens)
+        collect: Callable[[], Answered] = partial(existing_answers, target, config.answers.longest, left_out)
     else:
         job = answer_job(config, target, split, output, server)
         job.work(rank=share.number, num_processes=share.count, writes=share.writes)
         state.wait_for_everyone()
         collect = job.collect
     if state.is_main_process:
-        write_dataset(config, target, split, collect(), Counter(dropped), len(prompts), started)
+        write_dataset(config, target, split, collect(), left_out, len(prompts), started)
     state.wait_for_everyone()
 
 
@@ -99,20 +108,15 @@ def check_output(output: Path) -> None:
 
 
 def answer_job(config: DataConfig, target: Target, split: Split, folder: Path, server: Connection | None = None) -> AnswerJob:
-    """Return the job of answering both sides of a split; `InputError` where a prompt does not fit.
+    """Return the job of answering both sides of a split.
 
-    Its fingerprint names what decides the answers alone: a new `held_out_share` reuses them where the prompts stay the same.
+    Its fingerprint names what decides the answers alone: a new `held_out_share` reuses them where the prompts stay the same. It
+    is of the messages and not of their tokens: a template may write the date, and a run may be resumed on the next day.
     """
     prompts = sorted([*split.train, *split.held_out], key=lambda prompt: prompt.prompt_id)
-    lengths: list[int] = []
-
-    def rows() -> Iterator[list[Any]]:
-        for prompt in prompts:
-            ids = encode_prompt(target, prompt)
-            lengths.append(len(ids))
-            yield [prompt.prompt_id, prompt.category, *prompt.turns, *ids, *prompt.media]
-
-    content = fingerprint_of(rows())
+    content = fingerprint_of(
+        [each.prompt_id, each.category, each.messages, each.turns, each.tools, each.media] for each in prompts
+    )
     if server is not None:
         return server_answer_job(config, target, prompts, content, folder, server)
     return AnswerJob(
@@ -122,7 +126,6 @@ def answer_job(config: DataConfig, target: Target, split: Split, folder: Path, s
         seed=config.seed,
         folder=folder,
         fingerprint=fingerprint(*_writer(config, target), config.answers.model_dump(), content),
-        lengths=lengths,
     )
 
 
@@ -131,7 +134,7 @@ def write_dataset(
     target: Target,
     split: Split,
     answered: Answered,
-    dropped: Counter[str],
+    left_out: LeftOut,
     num_prompts: int,
     started: float,
 ) -> None:
@@ -139,12 +142,13 @@ def write_dataset(
     sides = {"train": split.train, "held_out": split.held_out}
     counts: dict[str, dict[str, Any]] = {}
     learnt = set[int]()
-    dropped = dropped + Counter(split.dropped)
     with new_folder(Path(config.output)) as folder:
         for name, side in sides.items():
             counts[name] = _write_side(folder / f"{name}.jsonl", side, answered, learnt, trains=name == "train")
             if not counts[name]["conversations"]:
-                raise InputError(f"no answer is left to any {name} prompt (dropped: {dict(answered.dropped)})")
+                left_out.log()
+                raise InputError(f"no answer is left to any {name} prompt (dropped: {dict(answered.dropped)}); see above")
+        dropped = left_out.counts + Counter(split.dropped) + Counter(answered.dropped)
         manifest = {
             "format_version": FORMAT_VERSION,
             "target": target.identity.to_dict(),
@@ -153,15 +157,20 @@ def write_dataset(
             "config": mask_secrets(config.model_dump(mode="json")),
             "counts": {
                 "prompts": num_prompts,
-                "dropped": dict(sorted((dropped + Counter(answered.dropped)).items())),
+                "dropped": dict(sorted(dropped.items())),
                 **counts,
             },
             "sha256": {f"{name}.jsonl": sha256_of(folder / f"{name}.jsonl") for name in sides},
         }
         write_json(folder / MANIFEST, manifest)
         write_run_record(folder, config, seconds=time.monotonic() - started)  # since the target was loaded, of this start
+    left_out.log()
+    answered.warn()
     for name, count in counts.items():
-        logger.info("%s: %d conversations, %d answer tokens", name, count["conversations"], count["answer_tokens"])
+        said = [count[key] for key in ("conversations", "answer_tokens", "cut_off", "conversations")]
+        logger.info("%s: %d conversations, %d answer tokens; %d of %d answers were cut off", name, *said)
+    if dropped:
+        logger.info("dropped: %s", ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items())))
     if (judged_by := counts["held_out"]["prompts"]) < FEW_HELD_OUT:
         found = f"{judged_by} of {num_prompts} prompts (held_out_share is {config.held_out_share:.2g})"
         logger.warning("held out: %s, too few to judge a draft by: give more prompts, or raise held_out_share", found)

@@ -7,20 +7,24 @@ trained earlier has never seen what a later split holds out.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
 
 from configs.runtime.errors import InputError
 from distill.dataset.conversations import Message, folded_text, media_names, text_hash
+from distill.generation.bad_rows import TOO_LONG, BadRow, LeftOut
+from distill.generation.rendering import Omissions
 from heads.frozen.loading import Target
 
 UNCATEGORISED = "uncategorised"  # prompts whose rows name no category
 DUPLICATE = "duplicate"
-TOO_LONG = "too_long"
+NOT_ENCODED = "not_encoded"  # the chat template refuses it, or the tokenizer has no token for a part of it
 # Of the GPT-3 report (2005.14165, appendix C): the length of overlap that counts as contamination, and in how many texts to
 # train on it may stand before it is taken for a phrase that many share, such as the instructions of a template.
 GUARD_WORDS, MAX_SHARING = 13, 10
@@ -45,6 +49,7 @@ class Prompt:
     answer: str | None = field(default=None, compare=False)  # the data set's own, ignored by comparisons
     answer_keys: Message = field(default_factory=dict, compare=False)  # what else its message has: reasoning, calls of tools
     where: str = field(default="", compare=False)  # file and line, for messages
+    num_tokens: int = field(default=0, compare=False)  # up to the first answer, in the target's chat template; 0: not counted
 
     @property
     def messages(self) -> list[Message]:
@@ -56,10 +61,6 @@ class Prompt:
         if system is None or any(message["role"] == "system" for message in self.history):
             return self
         return replace(self, history=({"role": "system", "content": system}, *self.history))
-
-    @property
-    def label(self) -> str:
-        return f"prompt {self.prompt_id} ({self.where})" if self.where else f"prompt {self.prompt_id}"
 
     @property
     def user_text(self) -> str:
@@ -80,30 +81,91 @@ class Prompt:
     def _said(self) -> list[str]:
         return [message["content"] for message in self.messages if message["role"] == "user"]
 
-    def encoded(self, target: Target) -> list[int]:
-        """Return the token ids of its first turn in the target's chat template, the assistant's turn opened."""
-        try:
-            return target.encode_chat(self.messages, tools=self.tools, media=self.media)
-        except InputError as error:
-            raise InputError(f"{self.label}: {error}") from error
 
+def encode_prompt(
+    target: Target, prompt: Prompt, omissions: Omissions | None = None, max_tokens: int | None = None
+) -> tuple[int, ...]:
+    """Return the token ids of a prompt's first turn in the target's chat template, the assistant's turn opened.
 
-def encode_prompt(target: Target, prompt: Prompt) -> tuple[int, ...]:
-    """Return the token ids of a prompt's first turn in the target's chat template, the assistant's turn opened."""
-    ids = prompt.encoded(target)
-    if len(ids) >= target.max_positions:
-        context = f"the target's context is {target.max_positions}"
-        raise InputError(f"{prompt.label} has {len(ids)} tokens; {context}: shorten it, or set on_too_long")
+    `BadRow` where there are none, or too many; `omissions` notes what the template leaves out.
+    """
+    try:
+        text = target.chat_text(prompt.messages, tools=prompt.tools, media=prompt.media)
+        ids = target.encode(text, prompt.media)
+    except InputError as error:
+        raise BadRow(NOT_ENCODED, f"prompt {prompt.prompt_id}: {error}", prompt.where) from error
+    if len(ids) >= target.max_positions or len(ids) > (max_tokens or len(ids)):
+        limits = f"the target's context is {target.max_positions}, max_prompt_tokens is {max_tokens}"
+        raise BadRow(TOO_LONG, f"prompt {prompt.prompt_id} has {len(ids)} tokens; {limits}", prompt.where)
+    if omissions is not None:
+        omissions.note(text, prompt.messages, prompt.tools, prompt.where)
     return tuple(ids)
 
 
-def fit_prompts(target: Target, prompts: Sequence[Prompt], on_too_long: str) -> list[Prompt]:
-    """Return the prompts without those that fill the target's context, where `on_too_long` says skip; else `encode_prompt`
-    refuses them.
+def fit_prompts(
+    target: Target,
+    prompts: Sequence[Prompt],
+    left_out: LeftOut,
+    max_tokens: int | None = None,
+    turns_of: Callable[[Prompt], Sequence[Prompt]] = lambda prompt: [prompt],
+) -> list[Prompt]:
+    """Return the prompts that can be asked, with their lengths; others are counted, or refused.
+
+    Of a chat that is too long, the longest beginning that ends with one of its turns and is not takes its place.
     """
-    if on_too_long == "refuse":
+    kept, omissions = [], Omissions()
+    for prompt in prompts:
+        try:
+            ids = encode_prompt(target, prompt, omissions, max_tokens)
+        except BadRow as error:
+            shorter = turns_of(prompt)[:-1] if error.reason == TOO_LONG else ()
+            fitting = fit_prompts(target, shorter, LeftOut(on_too_long="skip", on_bad_row="skip"), max_tokens)
+            kept += fitting[-1:]
+            if not fitting:
+                left_out.add(error)
+        else:
+            kept.append(replace(prompt, num_tokens=len(ids)))
+    omissions.warn()
+    return kept
+
+
+def choose_prompts(prompts: Sequence[Prompt], number: int) -> list[Prompt]:
+    """Return so many different prompts in their order, or all: those of a smaller number are among those of a larger one.
+
+    They are drawn by a hash of all that each says, another one than that of the split.
+    """
+    if number >= len(prompts):
         return list(prompts)
-    return [prompt for prompt in prompts if len(prompt.encoded(target)) < target.max_positions]
+    positions = [hash_position(f"drawn {everything_said(prompt)}") for prompt in prompts]
+    drawn = set(sorted(set(positions))[:number])
+    return [prompt for prompt, position in zip(prompts, positions, strict=True) if position in drawn]
+
+
+def fold_chats(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Leave out the prompts of a request log that are the beginning of a chat which another one holds whole.
+
+    A prompt with an answer of its own stays where the other chat goes on from another answer.
+    """
+    going_on: dict[str, set[str]] = {}  # the beginning of a chat -> how it was answered
+    for prompt in prompts:
+        chat, starts = prompt.messages, _beginnings(prompt)
+        for number, message in enumerate(chat[1:], 1):
+            going_on.setdefault(starts[number - 1], set()).add(message["content"])
+
+    def is_held(prompt: Prompt) -> bool:
+        answers = going_on.get(_beginnings(prompt)[-1], set()) if len(prompt.turns) == 1 else set()
+        return bool(answers) and (prompt.answer is None or prompt.answer in answers)
+
+    return [prompt for prompt in prompts if not is_held(prompt)]
+
+
+def _beginnings(prompt: Prompt) -> list[str]:
+    """Return a hash of a chat up to each of its messages, of what a request log repeats of them in the next request."""
+    total, found = hashlib.sha256(json.dumps([prompt.tools, prompt.media]).encode()), []
+    for message in prompt.messages:
+        total.update(json.dumps([message["role"], message["content"]]).encode())
+        found.append(total.hexdigest())
+    return found
 
 
 def everything_said(prompt: Prompt) -> str:

@@ -3,7 +3,8 @@
     turns      turns: user messages to be answered one after the other (MT-bench, Spec-Bench)
     messages   messages: {role, content} [tools], as of OpenAI; content may be a list of parts. Also inside `request`, of a log
                whose responses are not read, or inside `body`, as of OpenAI's batch files
-    sharegpt   conversations: {from, value}, or {role, content} as of SpecForge and speculators [tools]
+    sharegpt   conversations: {from, value}, or {role, content} as of SpecForge and speculators [tools]; a `function_call` is a
+               call of a tool, an `observation` its result
     ids        prompt_ids [sample, answer_ids], token ids; several rows of one prompt are told apart by `sample`
     column     a column that the config names: a text, a list of turns, or messages [a second one with the answer]
 
@@ -13,8 +14,9 @@ path, or a key of the type's name. The text then has an `OBJECT` in each one's p
 (`heads.frozen.media.MediaPrompt`).
 
 A conversation that ends with the assistant brings the answer to the message before it, which is the user's or a tool's result:
-the data set's own answer, used only with `answers.written_by=dataset`. It may have `reasoning_content` (or `reasoning`) and
-`tool_calls`. A row may also have `category` and an id; other keys are ignored.
+the data set's own answer, used only with `answers.written_by=dataset`. It may have `reasoning_content` (or `reasoning`, or
+`thinking`) and `tool_calls`. A row may also have `category` and an id; other keys are ignored. A row that cannot be a prompt is
+a `BadRow`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from configs.runtime.errors import InputError
+from distill.generation.bad_rows import BadRow
 from distill.generation.prompts import UNCATEGORISED, Prompt
 from heads.frozen.tokenizer import OBJECT, SOUND
 
@@ -45,7 +47,17 @@ IMAGE_KEYS, SOUND_KEYS = ("image_url", "url", "path", "image"), ("input_audio", 
 # What a chat template may read
 MESSAGE_KEYS = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")
 ID_KEYS = ("question_id", "id", "prompt_id", "task_id", "custom_id")
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+ASKING = ("user", "tool", "function", "ipython")  # whose messages are answered
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "model": "assistant",
+}
 
 
 def detect_format(row: Mapping[str, Any], where: str, setting: str, column: str = COLUMN_NAME) -> str:
@@ -55,7 +67,8 @@ def detect_format(row: Mapping[str, Any], where: str, setting: str, column: str 
     if column in row:
         return COLUMN
     keys = ", ".join(row) or "(none)"
-    raise InputError(f"{where}: none of the keys {keys} is that of a form ({', '.join(FORMS)}); name the prompt's by {setting}")
+    found = f"none of the keys {keys} is that of a form ({', '.join(FORMS)}); name the prompt's by {setting}"
+    raise BadRow("no_known_key", found, where)
 
 
 def read_row(
@@ -75,82 +88,89 @@ def read_row(
     name the row by `where`, and the config key of the column by `setting`.
     """
     by_content = format in ("turns", "messages")
-    keys = ID_KEYS[:2] if by_content else ID_KEYS
-    given_id = next((row[key] for key in keys if row.get(key) not in (None, "")), None if by_content else default_id)
-    category = row.get("category") or default_category
-    if isinstance(given_id, bool) or not isinstance(given_id, str | int | None):
-        raise InputError(f"{where}: question_id must be a text or a whole number, got {given_id!r}")
-    if not isinstance(category, str):
-        raise InputError(f"{where}: category must be a text, got {category!r}")
-    prompt = _prompt(row, format, where, (column or COLUMN_NAME, answer_column), setting)
-    prompt_id = _hash_of(prompt) if given_id is None else str(given_id)
+    try:
+        key = next((key for key in ID_KEYS[: 2 if by_content else None] if row.get(key) not in (None, "")), None)
+        given_id = row[key] if key is not None else None if by_content else default_id
+        category = row.get("category") or default_category
+        if isinstance(given_id, bool) or not isinstance(given_id, str | int | None):
+            raise BadRow("id", f"{key} must be a text or a whole number, got {given_id!r}")
+        if not isinstance(category, str):
+            raise BadRow("category", f"category must be a text, got {category!r}")
+        prompt = _prompt(row, format, (column or COLUMN_NAME, answer_column), setting)
+    except BadRow as error:
+        raise error.at(where) from error
+    prompt_id = hash_of(prompt) if given_id is None else str(given_id)
     return replace(prompt, prompt_id=prompt_id, category=category, where=where)
 
 
-def _prompt(row: Mapping[str, Any], format: str, where: str, columns: tuple[str, str | None], setting: str) -> Prompt:
+def _prompt(row: Mapping[str, Any], format: str, columns: tuple[str, str | None], setting: str) -> Prompt:
     if format == "messages":
         chat = row if row.get("messages") is not None else row.get("request") or row.get("body") or row
-        return _chat(_value(chat, "messages", where, setting), where, chat.get("tools"))
+        messages = _value(chat, "messages", setting)
+        if chat.get("continue_final_message"):
+            raise BadRow("open_answer", "the request continues its last message (continue_final_message); leave the row out")
+        return _chat(messages, chat.get("tools"))
     if format == "sharegpt":
         said = row["conversations"]
         if not isinstance(said, list) or not all(isinstance(each, dict) for each in said):
-            raise InputError(f"{where}: conversations must be a list of objects, got {str(said)[:60]!r}")
-        return _chat([_from_sharegpt(each) for each in said], where, row.get("tools"))
+            raise BadRow("messages", f"conversations must be a list of objects, got {str(said)[:60]!r}")
+        return _chat([_from_sharegpt(each) for each in said], row.get("tools"))
     if format == "ids":
         sample = f" #{row['sample']}" if row.get("sample") is not None else ""
-        answer = None if row.get("answer_ids") is None else _spelled(row["answer_ids"], "answer_ids", where)
-        return _turns([_spelled(_value(row, "prompt_ids", where, setting), "prompt_ids", where) + sample], where, answer)
+        answer = None if row.get("answer_ids") is None else _spelled(row["answer_ids"], "answer_ids")
+        return _turns([_spelled(_value(row, "prompt_ids", setting), "prompt_ids") + sample], answer)
     key, answer_key = columns if format == COLUMN else (format, None)
-    asked, answer = _value(row, key, where, setting), None if answer_key is None else _value(row, answer_key, where, setting)
+    asked, answer = _value(row, key, setting), None if answer_key is None else _value(row, answer_key, setting)
     is_chat = isinstance(asked, list) and bool(asked) and isinstance(asked[0], dict)
     if answer in (None, ""):
-        return _chat(asked, where) if is_chat else _turns([asked] if isinstance(asked, str) else asked, where)
+        return _chat(asked) if is_chat else _turns([asked] if isinstance(asked, str) else asked)
     said = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-    return _chat([*said, *(answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}])], where)
+    return _chat([*said, *(answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}])])
 
 
-def _value(row: Any, key: str, where: str, setting: str) -> Any:
+def _value(row: Any, key: str, setting: str) -> Any:
     if not isinstance(row, Mapping) or key not in row:
         there = ", ".join(row) if isinstance(row, Mapping) else str(row)[:60]
-        raise InputError(f"{where}: no key {key!r} ({setting}) in: {there}")
+        raise BadRow("no_known_key", f"no key {key!r} ({setting}) in: {there}")
     return row[key]
 
 
-def _hash_of(prompt: Prompt) -> str:
+def hash_of(prompt: Prompt) -> str:
+    """Return a name for a prompt, by its content."""
     content: list[Any] = [list(prompt.history), list(prompt.turns), *prompt.tools, *prompt.media]
     content += [prompt.turn_keys] if prompt.turn_keys else []
     text = json.dumps(content, ensure_ascii=False).encode("utf-8", "surrogatepass")
     return hashlib.sha256(text).hexdigest()[:16]
 
 
-def _turns(turns: Any, where: str, answer: str | None = None) -> Prompt:
+def _turns(turns: Any, answer: str | None = None) -> Prompt:
     if not isinstance(turns, list) or not turns:
-        raise InputError(f"{where}: turns must be a list, not empty, got {str(turns)[:60]!r}")
+        raise BadRow("empty", f"turns must be a list, not empty, got {str(turns)[:60]!r}")
     if blank := [turn for turn in turns if not isinstance(turn, str) or not turn.strip()]:
-        raise InputError(f"{where}: a turn must be a text that is not blank, got {str(blank[0])[:60]!r}")
+        raise BadRow("blank_turn", f"a turn must be a text that is not blank, got {str(blank[0])[:60]!r}")
     return Prompt(prompt_id="", category="", turns=tuple(turns), answer=answer)
 
 
-def _chat(said: Any, where: str, tools: Any = None) -> Prompt:
+def _chat(said: Any, tools: Any = None) -> Prompt:
     if not isinstance(said, list) or not said:
-        raise InputError(f"{where}: messages must be a list, not empty, got {str(said)[:60]!r}")
+        raise BadRow("empty", f"messages must be a list, not empty, got {str(said)[:60]!r}")
     messages, media = [], []
     for each in said:
-        message, found = _plain_message(each, where) if isinstance(each, dict) else ({}, [])
-        if not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise InputError(f"{where}: a message must have a role and a content, both texts, got {str(each)[:60]!r}")
+        message, found = _plain_message(each)
         messages.append(message)
         media += found
     answered = messages.pop() if messages[-1]["role"] == "assistant" else {}
     last = messages.pop() if messages else {}
-    if last.get("role") not in ("user", "tool") or (last["role"] == "user" and not last["content"].strip()):
-        raise InputError(f"{where}: messages must end with a user's that is not blank, or a tool's (and one answer)")
+    if last.get("role") not in ASKING:
+        raise BadRow("no_question", "messages must end with a user's or a tool's, and after it one answer at most")
+    if last["role"] == "user" and not last["content"].strip():
+        raise BadRow("blank_turn", "the user's last message must not be blank")
     return Prompt(
         prompt_id="",
         category="",
         turns=(last["content"],),
         history=tuple(messages),
-        tools=tuple(_parse_tools(tools, where)) if tools else (),
+        tools=tuple(_parse_tools(tools)) if tools else (),
         turn_keys={} if last["role"] == "user" else {key: value for key, value in last.items() if key != "content"},
         answer=answered.get("content"),
         answer_keys={key: value for key, value in answered.items() if key not in ("role", "content")},
@@ -159,54 +179,75 @@ def _chat(said: Any, where: str, tools: Any = None) -> Prompt:
 
 
 def _from_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
-    message = message if "role" in message else {"role": message.get("from"), "content": message.get("value")}
-    return message | {"role": SHAREGPT_ROLES.get(str(message["role"]), message["role"])}
+    if "role" not in message:
+        message = {"role": message.get("from"), "content": message.get("value")}
+    if message["role"] != "function_call":
+        return message
+    try:
+        calls = json.loads(str(message["content"]))
+    except ValueError as error:
+        raise BadRow("tool_calls", f"a function_call must be JSON, got {str(message['content'])[:60]!r}") from error
+    calls = calls if isinstance(calls, list) else [calls]
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
 
 
-def _plain_message(given: dict[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
+def _plain_message(given: Any) -> tuple[dict[str, Any], list[str]]:
     """Return a message with its text parts joined and its calls of tools parsed, and references to its images and sounds."""
-    if given.get("reasoning"):  # as newer servers call it
-        given = {"reasoning_content": given["reasoning"]} | given
-    if calls := given.get("tool_calls"):
-        content = "" if given.get("content") is None else given["content"]
-        calls = [_with_parsed_arguments(call) for call in calls] if isinstance(calls, list) else calls
-        given = given | {"tool_calls": calls, "content": content}
+    if not isinstance(given, dict) or not isinstance(given.get("role"), str):
+        raise BadRow("messages", f"a message must be an object with a role, a text, got {str(given)[:60]!r}")
+    given = {**given, "role": SHAREGPT_ROLES.get(given["role"], given["role"])}
+    if given["role"] not in ROLES:
+        raise BadRow("unknown_role", f"a message has the role {given['role'][:60]!r}, and roles are {', '.join(ROLES)}")
+    if given.get("prefix"):
+        raise BadRow("open_answer", "the last message is the beginning of an answer (prefix); leave the row out")
+    if reasoning := next((given[key] for key in REASONING_KEYS if given.get(key)), None):
+        given["reasoning_content"] = reasoning
+    if calls := given.pop("tool_calls", None):  # servers' responses hold an empty list
+        given["tool_calls"] = [_with_parsed_arguments(call) for call in calls] if isinstance(calls, list) else calls
+        given["content"] = "" if given.get("content") is None else given["content"]
     message = {key: given[key] for key in MESSAGE_KEYS if key in given}
     content = message.get("content")
-    if not isinstance(content, list):
-        return message, []
+    if isinstance(content, list):
+        return _joined(message, content)
+    if not isinstance(content, str):
+        raise BadRow("content", f"a message of {given['role']} must have a content, a text, got {str(content)[:60]!r}")
+    return message, []
+
+
+def _joined(message: dict[str, Any], parts: list[Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return a message with its parts as one text, and references to the images and sounds in it."""
     texts, media = [], []
-    for part in content:
+    for part in parts:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind == "text":
             if not isinstance(part.get("text"), str):
-                raise InputError(f"{where}: a part of type text must hold a text, got {str(part)[:60]!r}")
+                raise BadRow("part", f"a part of type text must hold a text, got {str(part)[:60]!r}")
             texts.append(part["text"])
-        elif kind in IMAGE_PARTS + SOUND_PARTS and message.get("role") == "user":
+        elif kind in IMAGE_PARTS + SOUND_PARTS and message["role"] == "user":
             texts.append(OBJECT)
-            media.append(_reference(part, where, is_image=kind in IMAGE_PARTS))
+            media.append(_reference(part, is_image=kind in IMAGE_PARTS))
         else:
-            role = message.get("role")
-            raise InputError(f"{where}: a message of {role} has a part of type {kind}; only users send images and sounds")
+            found = f"a message of {message['role']} has a part of type {kind}; only users send images and sounds"
+            raise BadRow("part", found)
     if media and any(OBJECT in text for text in texts if text != OBJECT):
-        raise InputError(f"{where}: a text next to images or sounds holds U+FFFC, which marks the place of one")
+        raise BadRow("part", "a text next to images or sounds holds U+FFFC, which marks the place of one")
     return message | {"content": "".join(texts)}, media
 
 
-def _parse_tools(value: Any, where: str) -> list[Any]:
+def _parse_tools(value: Any) -> list[Any]:
     """Return the tools of a row: a list of objects, or a text with one in JSON, as some data sets keep it."""
     try:
         tools = json.loads(value) if isinstance(value, str) else value
     except ValueError:
         tools = None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise InputError(f"{where}: tools must be a list of objects such as {{type, function}}, got {str(value)[:60]!r}")
+        raise BadRow("tools", f"tools must be a list of objects such as {{type, function}}, got {str(value)[:60]!r}")
     return tools
 
 
-def _spelled(ids: Any, key: str, where: str) -> str:
+def _spelled(ids: Any, key: str) -> str:
     if not isinstance(ids, list) or not ids or not all(type(token) is int and token >= 0 for token in ids):
-        raise InputError(f"{where}: {key} must be a list of token ids, at least one, got {str(ids)[:60]!r}")
+        raise BadRow("ids", f"{key} must be a list of token ids, at least one, got {str(ids)[:60]!r}")
     return " ".join(map(str, ids))
 
 
@@ -225,14 +266,14 @@ def _with_parsed_arguments(call: Any) -> Any:
     return parsed if function is call else {**call, "function": parsed}
 
 
-def _reference(part: Mapping[str, Any], where: str, *, is_image: bool) -> str:
+def _reference(part: Mapping[str, Any], *, is_image: bool) -> str:
     given = next((part[key] for key in (IMAGE_KEYS if is_image else SOUND_KEYS) if part.get(key)), None)
     reference = given.get("url") if isinstance(given, Mapping) else given
     if not is_image and isinstance(given, Mapping) and "data" in given:
         if given.get("format") != "wav":
-            raise InputError(f"{where}: a sound has format {str(given.get('format'))[:60]!r}; wav is read")
+            raise BadRow("part", f"a sound has format {str(given.get('format'))[:60]!r}; wav is read")
         reference = f"data:audio/wav;base64,{given['data']}"
     if not isinstance(reference, str) or not reference:
         kind = "an image" if is_image else "a sound"
-        raise InputError(f"{where}: {kind} must be named by a path, a data URL or a URL, got {str(given)[:60]!r}")
+        raise BadRow("part", f"{kind} must be named by a path, a data URL or a URL, got {str(given)[:60]!r}")
     return reference if is_image else SOUND + reference

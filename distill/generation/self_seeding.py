@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from configs.runtime.errors import InputError
 from configs.runtime.terminal import progress
-from configs.schema.data import SELF_SEEDED, PromptsConfig
+from configs.schema.data import LONGEST_TURN, SELF_SEEDED, PromptsConfig
 from configs.schema.decoding import SamplingConfig
 from distill.dataset.conversations import folded_text
 from distill.generation.continuation import Request, TargetSource, continue_requests
@@ -84,7 +84,8 @@ class Writer:
     def __init__(self, target: Target, config: PromptsConfig, *, batch_size: int, seed: int) -> None:
         self.target, self.config = target, config
         self.batch_size, self.seed = batch_size, seed
-        self.frame = find_user_frame(target, config.max_prompt_tokens)
+        self.longest = config.max_prompt_tokens or LONGEST_TURN
+        self.frame = find_user_frame(target, self.longest)
 
     def write(self, numbers: Sequence[int]) -> list[Turn]:
         found: dict[int, str | None] = {}
@@ -101,7 +102,7 @@ class Writer:
 
         return Request(
             prompt_ids=ids,
-            limit=min(self.target.max_positions, len(ids) + self.config.max_prompt_tokens),
+            limit=min(self.target.max_positions, len(ids) + self.longest),
             number=request_number(f"self-{number}"),
             has_ended=self._has_ended,
             on_done=done,

@@ -14,7 +14,8 @@ import logging
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,11 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from configs.runtime.errors import InputError, first_line
-from configs.runtime.files import json_object
 from configs.schema.data import PromptsConfig
-from distill.generation.prompts import UNCATEGORISED, Prompt
-from distill.generation.row_forms import COLUMN, detect_format, read_row
+from distill.generation.bad_rows import BadRow, LeftOut, OnBadRow, refuse
+from distill.generation.prompts import UNCATEGORISED, Prompt, choose_prompts, fold_chats, hash_position
+from distill.generation.row_forms import COLUMN, detect_format, hash_of, read_row
 from distill.generation.turns import turns_of
-from heads.frozen.loading import Target
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -39,42 +39,72 @@ SourceRow = tuple[str, dict[str, Any]]  # where it stands, for error messages; i
 logger = logging.getLogger("draftsmith")
 
 
-def list_prompts(config: PromptsConfig) -> list[Prompt] | None:
-    """Return the prompts of the config's source, at most `num_prompts`; None where the target is to write them."""
+def list_prompts(config: PromptsConfig, left_out: LeftOut) -> list[Prompt] | None:
+    """Return `num_prompts` of the prompts of the config's source, or all; None where the target is to write them.
+
+    Rows that cannot be prompts are counted in `left_out`.
+    """
     if config.source == "self_seeded":
         return None
-    found = dataset_prompts(config) if config.source == "dataset" else read_prompts(config)
-    first = list(islice(found, config.num_prompts))
-    if len(first) < config.num_prompts:
-        logger.info("%s holds %d prompts, fewer than num_prompts = %d", config.path, len(first), config.num_prompts)
-    return first
+    found = dataset_prompts(config, left_out) if config.source == "dataset" else read_prompts(config, left_out)
+    left_out.check(len(found))
+    if len(found) < config.num_prompts:
+        logger.info("%s holds %d prompts, fewer than num_prompts = %d", config.path, len(found), config.num_prompts)
+    return choose_prompts(found, config.num_prompts)
 
 
-def read_prompts(config: PromptsConfig) -> list[Prompt]:
+def read_prompts(config: PromptsConfig, left_out: LeftOut) -> list[Prompt]:
+    """Return the prompts of a file or a folder in their order."""
     prompts: list[Prompt] = []
     seen: dict[str, Prompt] = {}
     formats = Counter[str]()
-    for where, row in read_source(Path(str(config.path)), "prompt file"):
-        prompt, format = _read_row(row, config, where)
-        first = seen.setdefault(prompt.prompt_id, prompt)
-        if first != prompt:
-            raise InputError(f"{where}: question_id {prompt.prompt_id!r} was used in {first.where} for another prompt")
+    for where, row in read_source(Path(str(config.path)), "prompt file", left_out.add):
+        try:
+            prompt, format = _read_row(row, config, where)
+        except BadRow as error:
+            left_out.add(error)
+            continue
         prompts.append(prompt)
         formats[format] += 1
-    if config.names_a_column and not formats[COLUMN]:
+    if config.names_a_column and prompts and not formats[COLUMN]:
         raise InputError(f"prompts.field: no row of {config.path} has {config.field!r}; the last has {', '.join(row)}")
     counts = ", ".join(f"{count:,} as {name}" for name, count in formats.most_common())
     logger.info("prompt file %s: read %s", config.path, counts)
-    return prompts
+    chats = fold_chats(prompts)
+    if len(chats) < len(prompts):
+        logger.info(
+            "%d prompts are the beginnings of chats that others hold whole: they are learnt there", len(prompts) - len(chats)
+        )
+    return [_named(prompt, seen, config) for prompt in chats]
 
 
-def dataset_prompts(config: PromptsConfig) -> Iterator[Prompt]:
+def _named(prompt: Prompt, seen: dict[str, Prompt], config: PromptsConfig) -> Prompt:
+    """Return a prompt under an id of its own: an id that another prompt has is refused, or gets a hash of the content."""
+    first = seen.setdefault(prompt.prompt_id, prompt)
+    if first == prompt:
+        return prompt
+    if config.on_bad_row == "refuse":
+        used = f"the id {prompt.prompt_id!r} was used in {first.where} for another prompt"
+        raise InputError(f"{prompt.where}: {used}; prompts.on_bad_row: skip tells such prompts apart by their content")
+    return replace(prompt, prompt_id=f"{prompt.prompt_id}-{hash_of(prompt)}")
+
+
+def dataset_prompts(config: PromptsConfig, left_out: LeftOut) -> list[Prompt]:
+    """Return `num_prompts` prompts of a data set in their order, or all: its rows are drawn by a hash of their numbers."""
     rows = load_rows(str(config.path), config.subset, config.split, revision=config.revision, section="prompts")
     if config.names_a_column and config.field not in rows.column_names:
         columns = ", ".join(rows.column_names)
         raise InputError(f"prompts.field: data set {config.path} has no column {config.field!r}; there are {columns}")
-    for number, row in enumerate(rows):
-        yield _read_row({**row, "question_id": f"row-{number}"}, config, f"data set {config.path}, row {number}")[0]
+    found: dict[int, Prompt] = {}
+    for number in sorted(range(len(rows)), key=lambda number: hash_position(f"row-{number}")):
+        if len(found) == config.num_prompts:
+            break
+        row = {**rows[number], "question_id": f"row-{number}"}
+        try:
+            found[number], _ = _read_row(row, config, f"data set {config.path}, row {number}")
+        except BadRow as error:
+            left_out.add(error)
+    return [prompt for _, prompt in sorted(found.items())]
 
 
 def _read_row(row: Mapping[str, Any], config: PromptsConfig, where: str) -> tuple[Prompt, str]:
@@ -84,19 +114,19 @@ def _read_row(row: Mapping[str, Any], config: PromptsConfig, where: str) -> tupl
             row = {**row, config.field: config.template.format_map(row)}
         except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
             problem = f"does not fit ({type(error).__name__} {error}); the row has {', '.join(row)}"
-            raise InputError(f"{where}: prompts.template {config.template!r} {problem}") from error
+            raise BadRow("template", f"prompts.template {config.template!r} {problem}", where) from error
     is_named = config.field in row and (config.names_a_column or config.template is not None)
     format = COLUMN if is_named else detect_format(row, where, "prompts.field", config.field)
     category, columns = config.category or UNCATEGORISED, {"column": config.field, "answer_column": config.answer_field}
     return read_row(row, format, where, **columns, default_category=category, setting="prompts.field"), format
 
 
-def read_source(path: Path, what: str, *, still_written: bool = False) -> Iterator[SourceRow]:
+def read_source(path: Path, what: str, bad: OnBadRow = refuse, *, still_written: bool = False) -> Iterator[SourceRow]:
     """Yield the rows of a file, `.gz` or not, or of all files of a folder that have one of `SUFFIXES`, in order of their names.
 
     Rows of a `.txt` file are its lines that are not blank, as `prompt`. A file with another suffix is read as JSON lines; where
     another program may be adding to it (`still_written`), a last line without its end is left out. `what` is the role of the
-    path in error messages, such as `prompt file`.
+    path in error messages, such as `prompt file`; `bad` gets the lines that are no rows.
     """
     if not path.exists():
         raise InputError(f"{what} not found: {path}")
@@ -105,10 +135,10 @@ def read_source(path: Path, what: str, *, still_written: bool = False) -> Iterat
         files = sorted(file for file in path.rglob("*") if _suffix(file) in SUFFIXES and file.is_file())
         if not files:
             raise InputError(f"{what} {path}: the folder holds no file of {', '.join(SUFFIXES)}")
-    rows = chain.from_iterable(_read_file(file, f"{what} {file}", still_written) for file in files)
+    rows = chain.from_iterable(_read_file(file, f"{what} {file}", bad, still_written) for file in files)
     first = next(rows, None)
     if first is None:
-        raise InputError(f"{what} {path} is empty")
+        raise InputError(f"{what} {path} is empty, or none of its rows can be read")
     yield from chain([first], rows)
 
 
@@ -133,23 +163,23 @@ def _suffix(path: Path) -> str:
     return path.with_suffix("").suffix.lower() if path.suffix.lower() == ".gz" else path.suffix.lower()
 
 
-def _read_file(path: Path, where: str, still_written: bool) -> Iterator[SourceRow]:
+def _read_file(path: Path, where: str, bad: OnBadRow, still_written: bool) -> Iterator[SourceRow]:
     try:
         with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
-            yield from _rows(file, _suffix(path), where, still_written)
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError, pyarrow.ArrowException) as error:
+            yield from _rows(file, _suffix(path), where, bad, still_written)
+    except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
         raise InputError(f"cannot read {where}: {first_line(error)}") from error
 
 
-def _rows(file: Any, suffix: str, where: str, still_written: bool) -> Iterator[SourceRow]:
+def _rows(file: Any, suffix: str, where: str, bad: OnBadRow, still_written: bool) -> Iterator[SourceRow]:
     if suffix in (".parquet", *DELIMITERS):
         return ((f"{where}, row {number}", row) for number, row in enumerate(_table(file, suffix).to_pylist()))
     if suffix != ".json":
-        return _lines(file, suffix == ".txt", where, still_written)
+        return _lines(file, suffix == ".txt", where, bad, still_written)
     content = file.read().removeprefix(codecs.BOM_UTF8)
     if content.lstrip().startswith(b"["):
-        return _entries(content, where)
-    return _lines(io.BytesIO(content), False, where, still_written)
+        return _entries(content, where, bad)
+    return _lines(io.BytesIO(content), False, where, bad, still_written)
 
 
 def _table(file: Any, suffix: str) -> pyarrow.Table:
@@ -159,41 +189,58 @@ def _table(file: Any, suffix: str) -> pyarrow.Table:
     return pyarrow.csv.read_csv(file, parse_options=parse, read_options=pyarrow.csv.ReadOptions(block_size=LONGEST_ROW))
 
 
-def _lines(file: Iterable[bytes], is_text: bool, where: str, still_written: bool) -> Iterator[SourceRow]:
+def _lines(file: Iterable[bytes], is_text: bool, where: str, bad: OnBadRow, still_written: bool) -> Iterator[SourceRow]:
     """Yield the lines that are not blank. Bytes split at newlines alone, unlike `str.splitlines`."""
     for number, line in enumerate(file, 1):
         place = f"{where}, line {number}"
         if not (line := line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip():
             continue
         try:
-            yield place, {"prompt": line.decode().strip("\r\n")} if is_text else json_object(line.decode(), place)
-        except (InputError, UnicodeDecodeError):
+            row = _parsed(line, is_text)
+        except BadRow as error:
             if still_written and not line.endswith(b"\n"):
                 return
-            raise
+            bad(error.at(place))
+            continue
+        yield place, row
 
 
-def _entries(content: bytes, where: str) -> Iterator[SourceRow]:
+def _parsed(line: bytes, is_text: bool) -> dict[str, Any]:
+    try:
+        row = {"prompt": line.decode().strip("\r\n")} if is_text else json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise BadRow("not_utf8", f"not UTF-8: {error.reason} at byte {error.start} of the line") from error
+    except (ValueError, RecursionError) as error:  # the former also of a number of thousands of digits
+        raise BadRow("not_json", f"not JSON: {error}") from error
+    return _object(row)
+
+
+def _entries(content: bytes, where: str, bad: OnBadRow) -> Iterator[SourceRow]:
     """Yield the objects of a JSON array."""
     try:
         rows = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where} is not JSON: {error}") from error
     for number, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise InputError(f"{where}, entry {number}: expected an object, got {type(row).__name__}")
-        yield f"{where}, entry {number}", row
+        place = f"{where}, entry {number}"
+        try:
+            yield place, _object(row)
+        except BadRow as error:
+            bad(error.at(place))
 
 
-def check_readable(target: Target, prompts: Sequence[Prompt], *, written_here: bool) -> None:
-    """Refuse prompts with images or sounds where a server writes the answers; warn of tools that nothing reads."""
+def _object(row: Any) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise BadRow("not_json", f"expected an object, got {type(row).__name__}")
+    return row
+
+
+def check_readable(prompts: Sequence[Prompt], *, written_here: bool) -> None:
+    """Refuse prompts with images or sounds where a server writes the answers."""
     with_media = next((prompt for prompt in prompts if prompt.media), None)
     if with_media is not None and not written_here:
         media = f"prompt {with_media.prompt_id} brings images or sounds, which only the local target reads"
         raise InputError(f"answers.written_by: {media}; set it to target")
-    num_with_tools = sum(bool(prompt.tools) for prompt in prompts)
-    if num_with_tools and "tools" not in str(target.tokenizer.chat_template):
-        logger.warning("%d prompts bring tools, which the chat template of the target does not read", num_with_tools)
 
 
 def check_given(prompts: Sequence[Prompt]) -> None:

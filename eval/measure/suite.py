@@ -15,16 +15,19 @@ from typing import Any
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import find_shipped, sha256_of
+from configs.schema.base import Policy
 from configs.schema.evaluation import SuiteConfig
 from distill.dataset.conversations import Message, text_hash
+from distill.generation.bad_rows import LeftOut
 from distill.generation.prompts import Prompt, encode_prompt, fit_prompts
+from distill.generation.rendering import message_of
 from distill.generation.row_forms import COLUMN, detect_format, read_row
 from distill.generation.sources import SUFFIXES, load_rows, read_source
 from eval.decoder.records import FAILED, Generation, Request, StopReason
 from heads.artifact import read_training_prompts
 from heads.frozen.loading import Target
 
-OPTIONAL = ("tools", "media", "turn_keys", "answer_keys")  # of a prompt
+OPTIONAL = ("tools", "media", "turn_keys", "answer_keys", "num_tokens")  # of a prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +104,9 @@ def trained_on(prompts: Sequence[Prompt], artifacts: Sequence[str]) -> tuple[str
     return tuple(prompt.prompt_id for prompt in prompts if not hashes.isdisjoint(map(text_hash, prompt.user_texts)))
 
 
-def fit_suite(suite: Suite, target: Target, on_too_long: str) -> Suite:
+def fit_suite(suite: Suite, target: Target, on_too_long: Policy) -> Suite:
     """Leave out the prompts that fill the target's context, as `distill.generation.prompts.fit_prompts` does."""
-    prompts = fit_prompts(target, suite.prompts, on_too_long)
+    prompts = fit_prompts(target, suite.prompts, LeftOut(on_too_long=on_too_long))
     fills = f"the target's context of {target.max_positions} tokens"
     if not prompts:
         raise InputError(f"suite {suite.source}: each of the {len(suite.prompts)} prompts fills {fills}; take shorter ones")
@@ -177,9 +180,9 @@ class Turns:
             if answer.stop_reason in FAILED:
                 lost += self._lose(answer, "after_a_failed_turn")
                 continue
-            text = str(self.target.tokenizer.decode(list(answer.tokens), skip_special_tokens=True))
             messages = self._messages[answer.prompt_id]
-            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": prompt.turns[turn]}]
+            asked = {"role": "user", "content": prompt.turns[turn]}
+            messages += [message_of(self.target.tokenizer, answer.tokens), asked]
             tokens = tuple(self.target.encode_chat(messages, tools=prompt.tools, media=prompt.media))
             if len(tokens) < self.target.max_positions:
                 requests.append(self._request(prompt, tokens, turn))

@@ -92,13 +92,28 @@ class Target:
         media: Sequence[str] = (),
     ) -> list[int]:
         """Return the token ids of a conversation in the chat template (`heads.frozen.tokenizer.in_template`)."""
-        prompt = self.media_prompt(messages, media, tools=tools, answer_follows=answer_follows)
-        if prompt is not None:
-            return self._reader(media).ids(prompt)
-        takes_parts = self.model.config.get_text_config() is not self.model.config
-        text = in_template(
-            self.tokenizer, self.identity.name, messages, tools=tools, answer_follows=answer_follows, in_parts=takes_parts
-        )
+        return self.encode(self.chat_text(messages, tools=tools, answer_follows=answer_follows, media=media), media)
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        answer_follows: bool = True,
+        media: Sequence[str] = (),
+    ) -> str:
+        """Return the text whose ids `encode_chat` returns."""
+        given: dict[str, Any] = {"tools": tools, "answer_follows": answer_follows}
+        if media:
+            given |= {"media": media, "template": self._reader(media).template}
+        else:
+            given["in_parts"] = self.model.config.get_text_config() is not self.model.config
+        return in_template(self.tokenizer, self.identity.name, messages, **given)
+
+    def encode(self, text: str, media: Sequence[str] = ()) -> list[int]:
+        """Return the token ids of a text that was made by the chat template, with places for its media."""
+        if media:
+            return self._reader(media).ids(MediaPrompt(text=text, media=tuple(media)))
         # The template brings its own special tokens; the tokenizer must not add another set.
         try:
             ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -117,12 +132,7 @@ class Target:
 
     def media_prompt(self, messages: Sequence[Mapping[str, Any]], media: Sequence[str], **settings: Any) -> MediaPrompt | None:
         """Return what a conversation's media are read by, None where it has none; arguments are those of `encode_chat`."""
-        if not media:
-            return None
-        text = in_template(
-            self.tokenizer, self.identity.name, messages, media=media, template=self._reader(media).template, **settings
-        )
-        return MediaPrompt(text=text, media=tuple(media))
+        return MediaPrompt(text=self.chat_text(messages, media=media, **settings), media=tuple(media)) if media else None
 
     def media_inputs(self, prompts: Sequence[MediaPrompt | None], ids: Sequence[Sequence[int]]) -> MediaInputs | None:
         """Return what the model reads beside the ids of rows that begin with these prompts; None where none has media."""

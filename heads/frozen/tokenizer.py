@@ -107,7 +107,7 @@ def in_template(
     """
     if tokenizer.chat_template is None:
         raise InputError(no_chat_template(name))
-    plain = [dict(message) for message in messages]
+    plain = [{**_reasoning(message), **message} for message in messages]
 
     def render(conversation: list[dict[str, Any]]) -> str:
         given: Any = [dict(tool) for tool in tools] or None
@@ -127,6 +127,12 @@ def in_template(
         raise InputError(
             f"the chat template of target {name} refuses a conversation of {roles}: {first_line(error)}"
         ) from error
+
+
+def _reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the assistant thought under the other names that templates read it by, such as gpt-oss's `thinking`."""
+    reasoning = message.get("reasoning_content")
+    return {"thinking": reasoning, "reasoning": reasoning} if reasoning else {}
 
 
 def no_chat_template(name: str) -> str:

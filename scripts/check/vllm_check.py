@@ -115,7 +115,7 @@ def write_template(target: str, config: CheckConfig, out: Path) -> str:
     """Write the chat template that the config names into a file, for vLLM; return its path."""
     settings = config.target_at(target)
     path = out / "chat_template.jinja"
-    write_text(path, str(load_tokenizer(locate(settings), settings).chat_template))
+    write_text(path, load_tokenizer(locate(settings), settings).get_chat_template())
     return str(path)
 
 

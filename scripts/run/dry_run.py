@@ -22,7 +22,7 @@ from configs.runtime.files import read_jsonl, read_object, write_json
 from configs.runtime.run_record import RECORD, fingerprint
 from configs.runtime.terminal import say
 from configs.schema.commands.running import RunConfig, Stage
-from distill.generation.prompts import share_for
+from distill.generation.prompts import choose_prompts, share_for
 from scripts.run.request import Facts
 from scripts.run.stages import HOUSE, decided_by, stage_command, start_of
 from scripts.run.steps import run_step
@@ -93,7 +93,7 @@ def _in_small(run: RunConfig, facts: Facts) -> RunConfig:
     batch = facts.answer_batch_size
     number = min(2 * batch, facts.num_prompts or 2 * batch)
     tokens = ANSWER_TOKENS_ON_CPU * (1 + (run.budget_minutes >= LONGER_FROM_MINUTES)) if facts.on_cpu else ANSWER_TOKENS
-    share = share_for(facts.prompts[:number], HELD_OUT) if facts.prompts else HELD_OUT / number
+    share = share_for(choose_prompts(facts.prompts, number), HELD_OUT) if facts.prompts else HELD_OUT / number
     data = {"answers.max_new_tokens": min(tokens, facts.context // 2), "answers.batch_size": batch, "held_out_share": share}
     train = {"schedule.max_steps": STEPS, "schedule.log_every_steps": 1, "schedule.trackers": []}
     evaluation: dict[str, Any] = {

@@ -16,7 +16,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from pydantic import TypeAdapter, ValidationError
 from transformers import PreTrainedTokenizerBase
 
@@ -30,7 +29,7 @@ from distill.generation.prompts import NearDuplicates, Prompt, everything_said
 from distill.generation.row_forms import ID_KEYS, detect_format, read_row
 from distill.generation.sources import read_source
 from heads.frozen.identity import locate
-from heads.frozen.tokenizer import load_tokenizer, no_chat_template
+from heads.frozen.tokenizer import in_template, load_tokenizer, no_chat_template
 from heads.frozen.weights import UNREADABLE
 
 log = logging.getLogger("draftsmith")
@@ -179,11 +178,9 @@ def _check_can_be_asked(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, wher
     if prompt.media:
         raise InputError(f"{where}: the conversation has images or sounds, and a log is taken for its texts only")
     try:
-        tools: Any = list(prompt.tools) or None
-        text = tokenizer.apply_chat_template(prompt.messages, tools=tools, add_generation_prompt=True, tokenize=False)
-        str(text).encode()  # half of a character that was cut in two has no tokens
-    except (TemplateError, TypeError, ValueError, KeyError) as error:
-        raise InputError(f"{where}: the target's chat template does not take the conversation: {first_line(error)}") from error
+        in_template(tokenizer, tokenizer.name_or_path, prompt.messages, tools=prompt.tools).encode()
+    except ValueError as error:  # also of half of a character that was cut in two, which has no tokens
+        raise InputError(f"{where}: {first_line(error)}") from error
 
 
 def _masked(prompt: Prompt, found: Counter[str]) -> Prompt:

@@ -16,7 +16,7 @@ from configs.runtime.errors import InputError
 from configs.schema.commands.planning import PlanHeadsConfig
 from configs.schema.commands.release import CheckConfig
 from configs.schema.commands.running import RunConfig, Stage
-from distill.generation.prompts import share_for
+from distill.generation.prompts import choose_prompts, share_for
 from scripts.doctor import describe_disk
 from scripts.run.draft_file import Choice
 from scripts.run.dry_run import Rates
@@ -226,7 +226,7 @@ def choose(run: RunConfig, facts: Facts, rates: Rates, *, checks: bool) -> list[
     held_out = found.held_out if run.refresh is None else math.ceil(found.held_out * CHOOSING / (CHOOSING - 1))
     share = HASH_MARGIN * held_out / found.num_prompts
     if facts.prompts:
-        share = share_for(facts.prompts[: found.num_prompts], held_out)
+        share = share_for(choose_prompts(facts.prompts, found.num_prompts), held_out)
     steps = budget.steps(found.num_prompts - found.held_out, found.epochs)
     every = max(FEWEST_STEPS, math.ceil(steps / EVALUATIONS))
     house = min(HOUSE_PROMPTS[1], max(HOUSE_PROMPTS[0], found.held_out // 2 // 8 * 8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,21 +22,27 @@ from configs.schema.commands.release import HUB_ID
 from configs.schema.commands.running import RunConfig
 from configs.schema.data import PromptsConfig
 from configs.schema.training import HeadsConfig, training_schema
-from distill.generation.prompts import Prompt, split_positions
+from distill.generation.bad_rows import BadRow, left_out_by
+from distill.generation.prompts import NOT_ENCODED, Prompt, choose_prompts, split_positions, without_duplicates
 from distill.generation.sources import read_prompts
 from heads.device import CPU, default_device
 from heads.formats.exporting.exporter import FORMS, WITHOUT_NORMS, check_norms, form_of
-from heads.frozen.identity import PREFIX
+from heads.frozen.identity import PREFIX, locate
+from heads.frozen.tokenizer import in_template, load_tokenizer
 from heads.frozen.weights import UNREADABLE
 from scripts.doctor import BFLOAT16, describe_disk, instructions
 from scripts.run.draft_file import Choice, apply, asked_first
 from scripts.run.stages import start_of
 from train.plan.plan import Fit, Plan, make_plan
+from train.resolve import LONGEST, USUAL_LENGTH, USUAL_SHARE
 
 GIB = 2**30
 HEAD, DRAFT_LM = "configs/heads/eagle3.yaml", "configs/distill/draft_lm.yaml"
+MAX_BAD_SHARE = 0.01  # of a file's rows
 NO_LIMIT = 1_000_000  # prompts, of which a run takes what its budget lets it
 FEWEST_PROMPTS = 8
+SAMPLED_PROMPTS = 1000  # whose lengths are counted
+SHORTEST_ANSWER, LONGEST_ANSWER = 64, 512  # tokens: for which a conversation has room, and which are usual
 SMALL_STEP = 4  # conversations
 FILES = {".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".gz"}
 LARGEST_DRY_RUN_VOCABULARY = 6144
@@ -97,7 +104,7 @@ def prompts_of(path: str | None, given: PromptsConfig) -> PromptsConfig:
     """Return where prompts come from: a file, a folder or a data set of the Hub; None: as the config says, else the target."""
     unless_given: dict[str, Any] = {"num_prompts": NO_LIMIT}
     if path is not None:
-        unless_given["on_too_long"] = "skip"
+        unless_given |= {"on_too_long": "skip", "on_bad_row": "skip", "max_bad_share": MAX_BAD_SHARE}
         named = _source_of(path)
     else:
         if "source" not in given.model_fields_set:
@@ -123,11 +130,13 @@ def examine(asked: RunConfig) -> tuple[RunConfig, Facts, list[Choice]]:
     """Return the request with what its target and machine decide, and the facts; an InputError says what cannot be done."""
     on_cpu = default_device().type == CPU.type
     arithmetic = _arithmetic(asked) if on_cpu else []
-    run = apply(asked, arithmetic)
+    number, prompts = count_prompts(asked.stage_prompts)
+    template = _template(asked)
+    lengths = choose_lengths(apply(asked, template), prompts)
+    run = apply(asked, [*template, *asked_first(asked, lengths), *arithmetic])
     plan, recipe = choose_recipe(run)
-    number, prompts = count_prompts(run.stage_prompts)
     _check_room(run, plan)
-    choices = asked_first(asked, [*recipe, *_template(run), *arithmetic, *_launcher(plan, on_cpu)])
+    choices = asked_first(asked, [*recipe, *template, *lengths, *arithmetic, *_launcher(plan, on_cpu)])
     run = apply(asked, choices)
     facts = Facts(plan=plan, num_prompts=number, prompts=prompts, on_cpu=on_cpu, rehearsed=_rehearsed(run, plan))
     return run, facts, choices
@@ -271,14 +280,40 @@ def count_prompts(prompts: PromptsConfig) -> tuple[int | None, Sequence[Prompt]]
         )
     if prompts.source != "file":
         return None if prompts.num_prompts == NO_LIMIT else prompts.num_prompts, ()
-    read = read_prompts(prompts)
-    number = len(set(split_positions(read)))
-    if number < FEWEST_PROMPTS:
+    read = read_prompts(prompts, left_out := left_out_by(prompts))
+    left_out.check(len(read))
+    if (number := len(set(split_positions(read)))) < FEWEST_PROMPTS:
         raise InputError(
             f"--prompts: {prompts.path} holds {number} different prompts; at least {FEWEST_PROMPTS} are needed to train and to "
             "judge. Leave --prompts out, and the target writes them"
         )
-    return min(number, prompts.num_prompts), read
+    return min(len(without_duplicates(read)), prompts.num_prompts), read
+
+
+def choose_lengths(run: RunConfig, prompts: Sequence[Prompt]) -> list[Choice]:
+    """Choose how long a conversation may be by the prompts of a file, so that none is answered that would not be trained on.
+
+    A chat template that refuses more of them than `prompts.max_bad_share` is found here, before anything is run.
+    """
+    if not prompts:
+        return []
+    tokenizer, left_out = load_tokenizer(locate(run.stage_target), run.stage_target), left_out_by(run.prompts)
+    lengths = []
+    for prompt in choose_prompts(prompts, SAMPLED_PROMPTS):
+        try:
+            text = in_template(tokenizer, run.target.name, prompt.messages, tools=prompt.tools)
+            lengths.append(len(tokenizer(text, add_special_tokens=False)["input_ids"]))
+        except InputError as error:
+            left_out.add(BadRow(NOT_ENCODED, str(error), prompt.where))
+    left_out.check(len(lengths))
+    usual = sorted(lengths)[math.ceil(USUAL_SHARE * len(lengths)) - 1]
+    answer = int((run.data or {}).get("answers.max_new_tokens", LONGEST_ANSWER))
+    length = min(LONGEST, max(USUAL_LENGTH, usual + answer))
+    longest, num_longer = length - SHORTEST_ANSWER, sum(each > length - SHORTEST_ANSWER for each in lengths)
+    return [
+        Choice("train.data.max_length", length, f"{USUAL_SHARE:.0%} of the prompts have at most {usual} tokens"),
+        Choice("prompts.max_prompt_tokens", longest, f"{num_longer} of {len(lengths)} prompts are longer, and left out"),
+    ]
 
 
 def hardware() -> HardwareConfig:

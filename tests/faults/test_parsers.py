@@ -16,6 +16,7 @@ from configs.schema.evaluation import EvalConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 from distill.cache.reader import read_manifest as read_cache_manifest
 from distill.dataset.conversations import check_written_for, is_written_by_target, read_conversations
+from distill.generation.bad_rows import LeftOut
 from distill.generation.sources import read_prompts
 from heads.frozen.identity import TargetIdentity
 from heads.metadata import read_metadata
@@ -24,7 +25,7 @@ from train.loop.telemetry import read_lines
 
 
 def prompts_in(folder):
-    return read_prompts(PromptsConfig(source="file", path=str(folder / "prompts.jsonl")))
+    return read_prompts(PromptsConfig(source="file", path=str(folder / "prompts.jsonl")), LeftOut())
 
 
 FUZZ = settings(

@@ -103,6 +103,15 @@ def test_attention_reads_what_nine_tenths_of_the_conversations_have(long, max_le
     assert resolved(EAGLE3, "smollm2", None, "head.window=null").head.window is None
 
 
+@pytest.mark.parametrize(("num_long", "long", "length"), [(4, 3000, 2048), (5, 3000, 2048), (6, 3000, 3000), (6, 9000, 8192)])
+def test_usual_conversations_are_learnt_whole_and_of_longer_ones_what_95_of_100_fit_in(num_long, long, length, caplog):
+    train = [conversation([1] * (long - 9), [2] * 9, str(number)) for number in range(num_long)]
+    train += [conversation([1] * 100, [2] * 100, str(number)) for number in range(num_long, 100)]
+    with caplog.at_level("INFO", "draftsmith"):
+        assert resolved(EAGLE3, "smollm2", train).data.max_length == length
+    assert f"{num_long if long > length else 0} of 100" in caplog.text
+
+
 def test_a_packed_row_holds_the_longest_conversation():
     changes = ["data.packing=true", "data.pack_length=700"]
     assert resolved(EAGLE3, "smollm2", None, *changes).data.max_length == 700

@@ -14,8 +14,9 @@ from distill.generation.answers import (
     Dialogue,
     existing_answers,
 )
+from distill.generation.bad_rows import LeftOut
 from distill.generation.continuation import TargetSource
-from distill.generation.prompts import Prompt, encode_prompt
+from distill.generation.prompts import Prompt, fit_prompts
 from distill.generation.row_forms import read_row
 from distill.generation.sources import check_given
 from distill.generation.turns import answer_of, said_since, turns_of
@@ -67,8 +68,8 @@ def test_the_next_turn_or_prompt_takes_the_place_of_an_answer_that_has_ended(byt
     monkeypatch.setattr(TargetSource, "start", lambda self, rows: starts.append(len(rows)) or start(self, rows))
     prompts = [Prompt(prompt_id=f"p{n}", category="c", turns=("x" * (n % 5), "and?")[: 1 + n % 2]) for n in range(13)]
     config = SAMPLED.model_copy(update={"batch_size": 4})
-    lengths = [len(encode_prompt(byte_target, prompt)) for prompt in prompts]
-    settings = {"folder": tmp_path, "fingerprint": "job", "lengths": lengths}
+    prompts = fit_prompts(byte_target, prompts, LeftOut())
+    settings = {"folder": tmp_path, "fingerprint": "job"}
     job = AnswerJob(target=byte_target, prompts=prompts, config=config, seed=1, **settings)
     job.work(rank=0, num_processes=1)
     together, dropped = rows_in(job), job.collect().dropped
@@ -170,10 +171,10 @@ def prompt(answer, text="hi"):
     return Prompt(prompt_id="p", category="c", turns=(text,), answer=answer)
 
 
-def one(target, answer, max_new_tokens=100, text="hi"):
-    answered = existing_answers(target, max_new_tokens)
+def one(target, answer, max_new_tokens=None, text="hi"):
+    answered = existing_answers(target, max_new_tokens, left_out := LeftOut())
     rows = answered.rows_of(prompt(answer, text))
-    return rows[0] if rows else answered.dropped
+    return rows[0] if rows else answered.dropped + left_out.counts
 
 
 def test_an_answer_is_what_the_target_would_have_had_to_write(byte_target):
@@ -188,7 +189,7 @@ def test_an_answer_is_what_the_target_would_have_had_to_write(byte_target):
 def test_a_long_answer_is_cut_off_at_the_longest_length_and_at_the_context(byte_target):
     row = one(byte_target, "Well.", max_new_tokens=3)
     assert (byte_target.tokenizer.decode(row.answer_ids), row.ended) == ("Wel", False)
-    row = one(byte_target, "x" * 200, max_new_tokens=500)
+    row = one(byte_target, "x" * 200)
     assert len(row.prompt_ids) + len(row.answer_ids) == byte_target.max_positions
     assert not row.ended
 
@@ -220,7 +221,7 @@ def test_an_answer_has_its_thinking_and_its_calls_as_the_template_writes_them(by
         answer="Well.",
         answer_keys=keys,
     )
-    (row,) = existing_answers(byte_target, 100).rows_of(result)  # the user's message and the tool's have one answer
+    (row,) = existing_answers(byte_target, 100, LeftOut()).rows_of(result)  # the user's message and the tool's have one answer
     assert byte_target.tokenizer.decode(row.prompt_ids) == "user:hi;tool:4;assistant:"
     assert byte_target.tokenizer.decode(row.answer_ids) == "<hm>Well.[f];"
     assert row.user_text == result.user_text == "hi"

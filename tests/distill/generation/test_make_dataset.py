@@ -8,11 +8,14 @@ from types import SimpleNamespace
 import pytest
 
 from configs.runtime.errors import InputError
-from configs.schema.data import DataConfig, PromptsConfig
+from configs.schema.data import AnswersConfig, DataConfig, PromptsConfig
 from configs.schema.evaluation import SuiteConfig
 from distill.dataset.conversations import check_written_for, is_written_by_target, read_conversations
 from distill.generation import make_dataset as making
+from distill.generation.bad_rows import LeftOut
 from distill.generation.make_dataset import make_dataset
+from distill.generation.prompts import split_prompts
+from distill.generation.sources import list_prompts
 from eval.measure.suite import Turns, load_suite
 from heads.frozen import processes
 from heads.frozen.loading import load_target
@@ -93,6 +96,27 @@ def test_tools_are_shown_to_the_target_and_kept_for_the_evaluation(config, tmp_p
     assert is_written_by_target(Path(config.output) / "train.jsonl") == (written_by == "target")
     suite = load_suite(SuiteConfig(path=str(Path(config.output) / "held_out.jsonl")))
     assert [request.tokens for request in Turns(loaded, suite.prompts).first] == [row.prompt_ids for row in kept[1]]
+
+
+def test_yesterdays_answers_are_gone_on_with_where_the_template_writes_the_date(config, byte_target, monkeypatch, tmp_path):
+    split, prints = split_prompts(list_prompts(config.prompts, LeftOut()), 0.2), set()
+    for day in ("28 Nov", "29 Nov"):
+        monkeypatch.setattr(byte_target.tokenizer, "chat_template", day + "{{ messages[0].content }}")
+        prints.add(making.answer_job(config, byte_target, split, tmp_path).fingerprint)
+    assert len(prints) == 1
+
+
+def test_rows_that_are_no_prompts_are_counted_in_the_manifest_and_a_data_sets_own_answers_are_whole(config, tmp_path):
+    chats = [[{"role": "user", "content": f"hi {n}"}, {"role": "assistant", "content": "so " * 44}] for n in range(12)]
+    rows = [{"messages": chat} for chat in [*chats, [], [{"role": "system", "content": "x"}], chats[0][:1] * 60]]
+    path = tmp_path / "odd.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    policies = {"path": str(path), "on_bad_row": "skip", "on_too_long": "skip"}
+    answers = AnswersConfig(written_by="dataset")
+    files = made(config, prompts=config.prompts.model_copy(update=policies), answers=answers, held_out_share=0.5)
+    counts = json.loads(files["manifest.json"])["counts"]
+    assert counts["dropped"] == {"empty": 1, "no_question": 1, "too_long": 1}
+    assert (counts["prompts"], counts["train"]["cut_off"] + counts["held_out"]["cut_off"]) == (12, 0)
 
 
 def test_self_seeded_prompts_survive_an_interruption(config, monkeypatch):

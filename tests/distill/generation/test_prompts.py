@@ -5,18 +5,23 @@ from dataclasses import replace
 import pytest
 
 from configs.runtime.errors import InputError
+from distill.generation.bad_rows import LeftOut
 from distill.generation.prompts import (
     DUPLICATE,
     OVERLAP,
     NearDuplicates,
     Prompt,
+    choose_prompts,
     encode_prompt,
     fit_prompts,
+    fold_chats,
     hash_position,
     split_prompts,
 )
+from distill.generation.row_forms import read_row
+from distill.generation.turns import turns_of
 
-ASSISTANT = {"role": "assistant", "content": "Hello."}
+SAID, ASSISTANT = {"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}
 
 
 def test_a_prompt_that_fills_the_context_is_refused_by_name_or_left_out_and_one_shorter_is_not(byte_target):
@@ -24,16 +29,46 @@ def test_a_prompt_that_fills_the_context_is_refused_by_name_or_left_out_and_one_
     longest = byte_target.max_positions - 1 - template
     fits, long = (Prompt(prompt_id=name, category="c", turns=("x" * n,)) for name, n in (("f", longest), ("long", longest + 1)))
     assert len(encode_prompt(byte_target, fits)) == 159
-    with pytest.raises(InputError, match="prompt long has 160 tokens"):
-        encode_prompt(byte_target, long)
-    assert fit_prompts(byte_target, [long, fits], "skip") == [fits]
-    assert fit_prompts(byte_target, [long, fits], "refuse") == [long, fits]
+    with pytest.raises(InputError, match=r"prompt long has 160 tokens.*on_too_long"):
+        fit_prompts(byte_target, [long, fits], LeftOut())
+    left_out = LeftOut(on_too_long="skip", max_share=0.0)
+    (kept,) = fit_prompts(byte_target, [long, fits], left_out)
+    assert (kept, kept.num_tokens, left_out.counts) == (fits, 159, {"too_long": 1})
+    left_out.check(1)  # what is too long is no bad row
+    chat = [SAID, ASSISTANT, SAID, ASSISTANT | {"content": "x" * 150}, SAID]
+    whole = read_row({"messages": chat}, "messages", "", setting="")
+    assert fit_prompts(byte_target, [whole], LeftOut(), None, turns_of)[0].messages == chat[:3]
 
 
 def test_a_prompt_that_cannot_be_encoded_is_named_with_its_place(byte_target):
     cut_character = Prompt(prompt_id="p7", category="c", turns=("\ud83d",), where="file, line 7")
-    with pytest.raises(InputError, match=r"prompt p7 \(file, line 7\): target .* has no token for some of the prompt"):
+    with pytest.raises(InputError, match=r"file, line 7: prompt p7: target"):
         encode_prompt(byte_target, cut_character)
+
+
+def test_prompts_are_drawn_from_all_of_a_file_and_fewer_are_some_of_more():
+    prompts = [prompt(f"question number {number}") for number in range(1000)]
+    drawn = choose_prompts(prompts, 200)
+    places = [prompts.index(each) for each in drawn]
+    assert (len(drawn), places) == (200, sorted(places))
+    assert 350 < sum(places) / 200 < 650  # of the whole file
+    assert {each.user_text for each in choose_prompts(prompts, 100)} < {each.user_text for each in drawn}
+    held_out = [hash_position(each.user_text) < 0.1 for each in drawn]
+    assert 8 <= sum(held_out) <= 32  # the draw is not the split's
+
+
+def test_a_log_of_growing_chats_is_folded_into_its_chats():
+    chat = [SAID, ASSISTANT, SAID | {"content": "And?"}, ASSISTANT, SAID | {"content": "Why?"}]
+    one, two, three = (read_row({"messages": chat[:number]}, "messages", "", setting="") for number in (1, 3, 5))
+    other = read_row({"messages": [*chat[:1], ASSISTANT | {"content": "Bye."}]}, "messages", "", setting="")
+    same = replace(one, answer=ASSISTANT["content"])
+    assert fold_chats([one, two, other, three, same, other]) == [other, three, other]
+    turns = replace(one, turns=(*one.turns, "And?"))
+    assert fold_chats([turns, replace(three, tools=({"name": "f"},)), one]) == [
+        turns,
+        replace(three, tools=({"name": "f"},)),
+        one,
+    ]
 
 
 # --- the split ---------------------------------------------------------------------------------------------------

@@ -63,7 +63,14 @@ def test_a_chat_keeps_its_calls_of_tools_and_may_end_with_a_result_or_an_answer_
     assert asks.prompt_id != parsed({"messages": [USER, CALL, RESULT | {"tool_call_id": "2"}]}).prompt_id
     prompt = parsed({"messages": [USER, CALL, RESULT, {"role": "assistant", "content": "4", "reasoning": "2 and 2"}]})
     assert (prompt.answer, prompt.answer_keys) == ("4", {"reasoning_content": "2 and 2"})
-    calls = parsed({"messages": [USER, CALL]})
+    calls = parsed({"messages": [USER, CALL | {"thinking": "f"}]})
+    assert calls.answer_keys["reasoning_content"] == "f"
+    sharegpt = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "function_call", "value": '{"name": "f"}'}]}
+    assert parsed(sharegpt).answer_keys["tool_calls"] == [{"type": "function", "function": {"name": "f"}}]
+    assert parsed({"conversations": [*sharegpt["conversations"], {"from": "observation", "value": "4"}]}).messages[-1] == {
+        "role": "tool",
+        "content": "4",
+    }
     assert (calls.answer, calls.answer_keys["tool_calls"][0]["function"]["arguments"]) == ("", {})
 
 
@@ -94,7 +101,7 @@ def test_a_column_holds_a_text_turns_or_a_chat_and_a_second_one_the_answer(value
         ({"body": {"input": "Hi"}}, "messages"),
         ({"turns": []}, "turns"),
         ({"turns": ["a", " "]}, "turn"),
-        ({"turns": ["a"], "question_id": [1]}, "question_id"),
+        ({"turns": ["a"], "id": [1]}, "id"),
         ({"turns": ["a"], "category": 3}, "category"),
         ({"messages": [{"role": "user", "content": 3}]}, "message"),
         ({"messages": [USER, ASSISTANT, ASSISTANT]}, "messages"),

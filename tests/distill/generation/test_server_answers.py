@@ -14,6 +14,7 @@ from configs.runtime.loading import load_config
 from configs.schema.data import AnswersConfig, DataConfig, ServerConfig
 from distill.dataset.conversations import is_written_by_target, read_conversations
 from distill.generation.answers import NO_ROOM
+from distill.generation.bad_rows import LeftOut
 from distill.generation.make_dataset import answer_job, make_dataset
 from distill.generation.prompts import split_prompts
 from distill.generation.server_answers import ServerAnswerJob, read_ids
@@ -226,7 +227,7 @@ def test_answers_of_another_model_or_seed_are_not_gone_on_with(config, api, byte
     api.respond = lambda *_: (200, {}, {"data": [{"id": name} for name in ("tiny", "other")]})
     for settings in (config(), config(answers={"top_k": 3}), config(model="other"), config(concurrency=1)):
         with Connection(settings.server) as server:
-            split = split_prompts(list_prompts(settings.prompts), 0.3)
+            split = split_prompts(list_prompts(settings.prompts, LeftOut()), 0.3)
             prints.append(answer_job(settings, byte_target, split, tmp_path, server).fingerprint)
     assert len(set(prints)) == 3
     assert prints[0] == prints[3]

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections import Counter
 
 import datasets
 import pyarrow
@@ -11,6 +12,7 @@ from pydantic import ValidationError
 
 from configs.runtime.errors import InputError
 from configs.schema.data import PromptsConfig
+from distill.generation.bad_rows import LeftOut
 from distill.generation.prompts import Prompt
 from distill.generation.sources import list_prompts, read_prompts, read_source
 
@@ -61,7 +63,7 @@ def test_a_folder_is_all_of_its_files_in_order(tmp_path):
     ("name", "content", "place"),
     [
         ("a.jsonl", b"{", "line 1"),
-        ("a.jsonl", b"\xff", "a.jsonl"),
+        ("a.txt", b"a\n\xff", "line 2"),
         ("a.jsonl", b"\n", "is empty"),
         ("a.json", b"[1]", "entry 0"),
         ("a.json", b"[{]", "a.json"),
@@ -86,8 +88,8 @@ def prompt_file(tmp_path):
     return lambda *rows: write(tmp_path / "prompts.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
-def read(path, **settings):
-    return read_prompts(PromptsConfig(source="file", path=str(path), **settings))
+def read(path, left_out=None, **settings):
+    return read_prompts(PromptsConfig(source="file", path=str(path), **settings), left_out or LeftOut())
 
 
 def test_a_named_column_is_read_where_a_row_has_it_and_other_rows_by_their_keys(prompt_file):
@@ -100,8 +102,42 @@ def test_a_named_column_is_read_where_a_row_has_it_and_other_rows_by_their_keys(
 def test_a_prompt_without_an_id_is_named_by_its_content_and_two_of_one_id_are_refused(prompt_file):
     one, two, three = read(prompt_file({"turns": ["a"]}, {"turns": ["b"]}, {"turns": ["a"]}))
     assert one.prompt_id == three.prompt_id != two.prompt_id
-    with pytest.raises(InputError, match=r"line 2: question_id 'a'.*line 1"):
-        read(prompt_file({"question_id": "a", "turns": ["x"]}, {"question_id": "a", "turns": ["y"]}))
+    path = prompt_file({"question_id": "a", "turns": ["x"]}, {"question_id": "a", "turns": ["y"]})
+    with pytest.raises(InputError, match=r"line 2: .*'a'.*line 1.*on_bad_row"):
+        read(path)
+    first, second = read(path, on_bad_row="skip")
+    assert (first.prompt_id, second.turns, second.prompt_id == "a") == ("a", ("y",), False)
+
+
+ODD = {
+    b"{": "not_json",
+    b"[1]": "not_json",
+    '{"turns": ["é"]}'.encode("latin-1"): "not_utf8",
+    b'{"asked": "x"}': "no_known_key",
+    b'{"messages": []}': "empty",
+    b'{"messages": [{"role": "system", "content": "x"}]}': "no_question",
+    b'{"messages": [{"role": "assistant", "content": "x"}]}': "no_question",
+    b'{"messages": [{"role": "user", "content": null}]}': "content",
+    b'{"messages": [{"role": "laguna_s", "content": "x"}]}': "unknown_role",
+    b'{"turns": [" "]}': "blank_turn",
+    b'{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "{", "prefix": true}]}': "open_answer",
+    b'{"request": {"messages": [{"role": "user", "content": "x"}], "continue_final_message": true}}': "open_answer",
+}
+
+
+def test_a_row_that_is_no_prompt_is_refused_by_its_place_or_left_out_and_counted(tmp_path, caplog):
+    good = [b'{"turns": ["one"]}', b'{"messages": [{"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]}']
+    path = write(tmp_path / "odd.jsonl", b"\n".join([good[0], *ODD, good[1], b""]))
+    left_out = LeftOut(on_bad_row="skip", max_share=0.9)
+    assert [each.turns for each in read(path, left_out)] == [("one",), ("y",)]
+    assert left_out.counts == Counter(ODD.values())
+    left_out.check(2)
+    assert "line 4" in caplog.text
+    with pytest.raises(InputError, match="max_bad_share"):
+        LeftOut(max_share=0.8, counts=left_out.counts).check(2)
+    for row in ODD:
+        with pytest.raises(InputError, match=r"line 2: .*on_bad_row"):
+            read(write(tmp_path / "one.jsonl", good[0] + b"\n" + row))
 
 
 def test_prompts_are_made_of_several_columns(prompt_file):
@@ -114,7 +150,7 @@ def test_prompts_are_made_of_several_columns(prompt_file):
 
 
 def list_data_set(path, **more):
-    return list_prompts(PromptsConfig(source="dataset", path=str(path), **more))
+    return list_prompts(PromptsConfig(source="dataset", path=str(path), **more), LeftOut())
 
 
 def test_a_folder_of_json_files_is_a_data_set(tmp_path, monkeypatch):

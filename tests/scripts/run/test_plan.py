@@ -12,7 +12,7 @@ from configs.schema.commands.running import RunConfig
 from configs.schema.data import PromptsConfig
 from configs.schema.evaluation import EvalConfig
 from configs.schema.target import TargetConfig
-from distill.generation.prompts import split_prompts
+from distill.generation.prompts import choose_prompts, split_prompts
 from scripts.run import dry_run, plan
 from scripts.run.draft_file import apply
 from scripts.run.dry_run import Rates
@@ -113,7 +113,7 @@ def test_of_a_file_of_which_some_prompts_are_taken_as_many_are_held_out_as_are_d
     run = RunConfig(target=TargetConfig(name=str(model)), prompts=prompts, engine="vllm", budget_minutes=10)
     run, facts, _ = examine(run)
     chosen = apply(run, choose(run, facts, rates(prompt_seconds=2.0), checks=False))
-    taken = facts.prompts[: chosen.prompts.num_prompts]
+    taken = choose_prompts(facts.prompts, chosen.prompts.num_prompts)
     assert len(taken) < 200
     held_out = split_prompts(taken, chosen.data["held_out_share"]).held_out
     assert len(held_out) == chosen.eval["suite.num_prompts"] >= 16

@@ -88,3 +88,17 @@ def test_different_prompts_of_a_file_are_counted_and_too_few_are_refused(tmp_pat
     path.write_text("".join(f"w1 w2 {number}\n" for number in range(5)))
     with pytest.raises(InputError, match="--prompts"):
         request.count_prompts(named)
+
+
+def test_lengths_are_those_of_the_prompts_and_a_file_that_the_template_refuses_is_refused_first(model, tmp_path):
+    path, target = tmp_path / "long.txt", TargetConfig(name=str(model), chat_template="plain")
+    path.write_text("".join(f"{'w1 ' * (3000 if number < 10 else 9)} w{number}\n" for number in range(90)))
+    run = RunConfig(target=target, prompts=request.prompts_of(str(path), PromptsConfig()))
+    chosen = {each.key: each.value for each in request.choose_lengths(run, request.count_prompts(run.prompts)[1])}
+    length = chosen["train.data.max_length"]
+    assert (3500 < length < 3530, chosen["prompts.max_prompt_tokens"]) == (True, length - 64)
+    refusing = tmp_path / "refusing.jinja"
+    refusing.write_text("{{ messages[0].content if 'w7' not in messages[0].content else raise_exception('w7') }}")
+    run = run.model_copy(update={"target": target.model_copy(update={"chat_template": str(refusing)})})
+    with pytest.raises(InputError, match="max_bad_share"):
+        request.choose_lengths(run, request.count_prompts(run.prompts)[1])
