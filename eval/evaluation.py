@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from pydantic import ValidationError
 
 from configs.runtime.command import DONE
-from configs.runtime.errors import InputError
+from configs.runtime.errors import InputError, first_finding
 from configs.runtime.files import folder_lock, read_json, write_json, write_text
 from configs.runtime.redaction import mask_arguments, mask_secrets
 from configs.runtime.run_record import describe_git, describe_hardware, describe_versions, fingerprint, write_run_record
@@ -28,7 +29,7 @@ from configs.runtime.terminal import say
 from configs.schema.evaluation import EvalConfig
 from eval.acceptance import Tally
 from eval.decoder.decode import check_decodable
-from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP, drop_batches
+from eval.decoder.records import AUTOREGRESSIVE, OTHER_RULE, SPECULATIVE, WITH_LOOKUP, drop_batches
 from eval.lossless import judge_lossless
 from eval.measure.interleaved import measure_share
 from eval.measure.proposers import (
@@ -46,8 +47,10 @@ from eval.report.tables import render_markdown
 from eval.speed import compare_speed, find_meter, summarise_advantage, summarise_energy, summarise_speed, timings_within
 from eval.stats import detectable_percent
 from eval.timing import predict_speed, sweep_rounds
+from heads.frozen.identity import locate
 from heads.frozen.loading import Target, load_target
 from heads.frozen.processes import join_processes
+from heads.frozen.served_sampling import in_words, served_sampling
 from heads.inference.lean_forward import forward_name
 
 log = logging.getLogger("draftsmith")
@@ -96,6 +99,7 @@ class Laps:
 
 def evaluate(config: EvalConfig) -> int:
     """Evaluate as configured and write `report.json`, `.html`, `.md`, `records.jsonl` and `run.json`; return the exit code."""
+    config = _with_sampling(config)
     laps, output = Laps(), Path(config.output)
     _check_output(output, config)
     suites = load_suites(config.all_suites)
@@ -112,6 +116,8 @@ def _evaluate(config: EvalConfig, loaded: Loaded, suites: Sequence[Suite], laps:
         write_run_record(output, config, processes=state.num_processes)
     state.wait_for_everyone()  # the folder is there
     proposers = {SPECULATIVE: loaded.draft.proposer, **make_baselines(config, target, loaded.answers)}
+    if config.tries_other_verification:
+        proposers[OTHER_RULE] = loaded.draft.proposer
     if config.tries_lookup:
         proposers[WITH_LOOKUP] = add_lookup(loaded.draft.proposer, config, target, loaded.answers)
     meter = find_meter(target.device, state.num_processes) if config.energy else None
@@ -156,6 +162,23 @@ def _evaluate(config: EvalConfig, loaded: Loaded, suites: Sequence[Suite], laps:
     write_json(output / "seconds.json", laps.seconds)
     log.info("report in %s", output / "report.html")
     return DONE
+
+
+def _with_sampling(config: EvalConfig) -> EvalConfig:
+    """Take the target's own sampling where that is asked for; else say where engines would sample otherwise."""
+    served = served_sampling(locate(config.target))
+    if config.sampling_from == "generation_config":
+        try:
+            return config.sampled_by(served)
+        except ValidationError as error:
+            raise InputError(f"sampling_from: the target's {in_words(served)} does not fit: {first_finding(error)}") from error
+    if in_words(served) and any(getattr(config.decode, key) != value for key, value in served.items()):
+        log.warning(
+            "the target's generation config sets %s, which engines apply to requests that name none; this report is of other "
+            "sampling (sampling_from=generation_config measures by it)",
+            in_words(served),
+        )
+    return config
 
 
 def _load(config: EvalConfig, suites: Sequence[Suite]) -> Loaded:
@@ -284,7 +307,9 @@ def _suite(suite: Suite, records: Tally) -> dict[str, Any]:
     speculative = records.acceptance(SPECULATIVE)
     per_prompt = speculative.per_prompt
     committed, rounds = ([counts[column] for counts in per_prompt.values()] for column in (0, 1))
-    others = [mode for mode in records.modes if mode not in (SPECULATIVE, WITH_LOOKUP)]
+    others = [mode for mode in records.modes if mode not in (SPECULATIVE, OTHER_RULE, WITH_LOOKUP)]
+    # The ratio of the draft over its drafts chosen otherwise, and of what has the lookup as well over the draft.
+    pairs = {OTHER_RULE: (SPECULATIVE, OTHER_RULE), WITH_LOOKUP: (WITH_LOOKUP, SPECULATIVE)}
     return {
         "prompts": {
             "suite": suite.name,
@@ -309,7 +334,7 @@ def _suite(suite: Suite, records: Tally) -> dict[str, Any]:
         "speed": summarise_speed(records.timings),
         "by_category": {category: _category(records, category) for category in records.categories},
         "baselines": {mode: _other_way(records, mode, SPECULATIVE, mode) for mode in others},
-        "with_lookup": _other_way(records, WITH_LOOKUP, WITH_LOOKUP, SPECULATIVE) if WITH_LOOKUP in records.modes else None,
+        **{mode: _other_way(records, mode, *pair) if mode in records.modes else None for mode, pair in pairs.items()},
     }
 
 
@@ -327,10 +352,11 @@ def _category(records: Tally, category: str) -> dict[str, Any]:
 def _other_way(records: Tally, mode: str, above: str, below: str) -> dict[str, Any]:
     """Describe another way of decoding than the draft's, and the ratios of one mode over the other."""
     acceptance, timed = records.acceptance(mode).summarise(), any(each.mode == mode for each in records.timings)
+    counted = [f"{name}{end}" for name in ("tokens_per_target_step", "overlap_alpha") for end in ("", "_ci")]
     counts = {each: records.acceptance(each).per_prompt for each in (above, below)}
     return {
         "num_speculative_tokens": records.num_drafts(mode),
-        **{name: acceptance[name] for name in ("tokens_per_target_step", "tokens_per_target_step_ci")},
+        **{name: acceptance[name] for name in counted},
         **compare_speed(records.timings if timed else [], mode),
         **summarise_advantage(records.timings, counts, above, below),
         "learns_from_prompts": mode in LEARNING,

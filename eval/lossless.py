@@ -24,16 +24,17 @@ import torch
 from torch import Tensor
 
 from configs.runtime.terminal import progress
-from configs.schema.decoding import DecodeConfig, SamplingConfig
+from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import LosslessConfig
 from eval.decoder.batch import BatchRun
-from eval.decoder.records import AUTOREGRESSIVE, FAILED, SPECULATIVE, UNDECODED, BatchRow, Generation, Request
+from eval.decoder.records import AUTOREGRESSIVE, FAILED, OTHER_RULE, SPECULATIVE, UNDECODED, BatchRow, Generation, Request
 from eval.stats import detectable_variation, g_test
 from eval.teacher_forcing import TokenCheck, answer_logits, check_modes, pair_answers, read_answers
 from heads.frozen.loading import Target
 from heads.inference.causal_lm import head_logits, read_documents
 from heads.proposers.protocol import Proposer
 from heads.sampling.draws import token_probabilities
+from heads.sampling.penalties import TextCounts, penalised
 
 LOSSLESS, UP_TO_TIES, NOT_LOSSLESS, LOSSY = "lossless", "lossless_up_to_ties", "not_lossless", "lossy_by_design"
 PASS, FAIL, INCONCLUSIVE = "pass", "fail", "inconclusive"
@@ -62,13 +63,16 @@ def judge_lossless(
     checks: dict[str, Check] = {}
     if decode_config.temperature == 0:
         every = [*plain, *(answer for answers in by_mode.values() for answer in answers)]
-        readings = read_answers(target, every, decode_config.kv_cache)
+        readings = read_answers(target, every, decode_config)
         greedy = check_modes(readings, plain, by_mode, config.tie_noise)
         for mode, answers in ((AUTOREGRESSIVE, plain), *by_mode.items()):
             wrong_ends = sum(not _ends_rightly(target, answer, decode_config) for answer in answers)
             checks["greedy" if mode == SPECULATIVE else f"greedy_{mode}"] = _describe(greedy[mode], wrong_ends)
     elif not lossy and proposer is not None and config.first_token_samples:
-        checks["first_tokens"] = check_samples(target, proposer, plain, decode_config, config)
+        ways = {"first_tokens": decode_config}
+        if OTHER_RULE in by_mode:
+            ways[f"first_tokens_{OTHER_RULE}"] = decode_config.otherwise
+        checks |= {name: check_samples(target, proposer, plain, way, config) for name, way in ways.items()}
     failed, inconclusive = ([name for name in checks if checks[name]["outcome"] == outcome] for outcome in (FAIL, INCONCLUSIVE))
     own, control = greedy.get(SPECULATIVE), greedy.get(AUTOREGRESSIVE)
     divergences = [] if own is None else own.divergences
@@ -272,7 +276,7 @@ def choose_start(target: Target, plain: Sequence[Generation], config: DecodeConf
     return best, num_answered
 
 
-def find_cells(target: Target, start: Request, sampling: SamplingConfig, num_samples: int) -> Cells:
+def find_cells(target: Target, start: Request, sampling: DecodeConfig, num_samples: int) -> Cells:
     """Partition the answers to `start` by their first `DEPTH` tokens into cells that expect at least `MIN_EXPECTED` samples.
 
     What is pooled over the whole tree becomes one cell, or joins the smallest.
@@ -309,14 +313,16 @@ def find_cells(target: Target, start: Request, sampling: SamplingConfig, num_sam
 
 @torch.inference_mode()
 def _distributions_after(
-    target: Target, start: Request, prefixes: Sequence[Prefix], sampling: SamplingConfig
+    target: Target, start: Request, prefixes: Sequence[Prefix], sampling: DecodeConfig
 ) -> Iterator[Tensor]:
     """Yield the next token's distribution `[V]` (float64) after the text and each prefix; the prefixes are equally long."""
     for first in range(0, len(prefixes), AT_ONCE):
         rows = [[*start.tokens, *prefix] for prefix in prefixes[first : first + AT_ONCE]]
         media = target.media_inputs([start.media_prompt] * len(rows), rows)
         hidden_PTD = read_documents(target.model, torch.tensor(rows, device=target.device), None, media)
-        probs_PV = token_probabilities(head_logits(target.model, hidden_PTD[:, -1]), sampling).cpu().double()
+        counts = TextCounts.of(sampling, rows, [len(start.tokens)] * len(rows), target.vocab_size, target.device)
+        logits_PV = penalised(head_logits(target.model, hidden_PTD[:, -1]), counts)
+        probs_PV = token_probabilities(logits_PV, sampling).cpu().double()
         yield from probs_PV / probs_PV.sum(-1, keepdim=True)
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from configs.runtime.terminal import progress
+from configs.schema.decoding import DecodeConfig
 from eval.decoder.records import AUTOREGRESSIVE, Generation
 from eval.stats import Floats, sign_flip_p_value
 from heads.device import widest_float
@@ -29,8 +30,9 @@ from heads.frozen.loading import Target, load_target
 from heads.frozen.media import MediaPrompt
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache, read_documents
 from heads.inference.kv_cache import LAYERS
+from heads.sampling.penalties import TextCounts, penalised
 
-KVCache = Literal["int8"] | None
+PLAIN = DecodeConfig()
 AnswerKey = tuple[str, int, tuple[int, ...], tuple[int, ...]]  # prompt id, turn, tokens of the prompt and of the answer
 COMPARED_TOKENS = 32  # the likeliest ones, whose logits' rounding error is measured
 AT_ONCE = 128  # positions whose logits live at one time
@@ -97,10 +99,10 @@ class TokenCheck:
 
 
 def check_tokens(
-    target: Target, plain: Sequence[Generation], other: Sequence[Generation], tie_noise: float, kv_cache: KVCache = None
+    target: Target, plain: Sequence[Generation], other: Sequence[Generation], tie_noise: float, config: DecodeConfig = PLAIN
 ) -> TokenCheck:
     """Judge one mode's greedy answers by plain decoding's (`check_modes`)."""
-    return check_modes(read_answers(target, [*plain, *other], kv_cache), plain, {"other": other}, tie_noise)["other"]
+    return check_modes(read_answers(target, [*plain, *other], config), plain, {"other": other}, tie_noise)["other"]
 
 
 def check_modes(
@@ -172,18 +174,18 @@ def _divergence(
 # --- readings -------------------------------------------------------------------------------------------------------
 
 
-def read_answers(target: Target, answers: Sequence[Generation], kv_cache: KVCache) -> dict[AnswerKey, Reading]:
+def read_answers(target: Target, answers: Sequence[Generation], config: DecodeConfig = PLAIN) -> dict[AnswerKey, Reading]:
     """Read each answer in both dtypes; a rounding error below that of the median position counts as that.
 
-    An int8 `kv_cache` of the decoder changes the target's distribution, so the answers are read through one as well.
+    What changes the target's distribution in plain decoding as well, an int8 cache and penalties, is read as `config` has it.
     """
     every = {answer_key(answer): answer for answer in answers}
     readings: dict[AnswerKey, Reading] = {}
     with progress("checking the answers' tokens", 2 * len(every), "readings") as advance:
-        own = {key: _likeliest(target, answer, kv_cache, advance) for key, answer in every.items()}
+        own = {key: _likeliest(target, answer, config, advance) for key, answer in every.items()}
         with widened(target) as exact:
             for key, answer in every.items():
-                readings[key] = _read(exact, answer, own.pop(key), kv_cache)
+                readings[key] = _read(exact, answer, own.pop(key), config)
                 advance(1)
     usual = _usual_error(target, readings.values())
     return {key: each._replace(error_T=np.maximum(each.error_T, usual)) for key, each in readings.items()}
@@ -212,26 +214,23 @@ def answer_key(answer: Generation) -> AnswerKey:
 
 
 @torch.no_grad()
-def _likeliest(target: Target, answer: Generation, kv_cache: KVCache, advance: Callable[[int], None]) -> Likeliest | None:
+def _likeliest(target: Target, answer: Generation, config: DecodeConfig, advance: Callable[[int], None]) -> Likeliest | None:
     advance(1)
     if not answer.tokens:
         return None
-    states_TD = answer_states(target, answer.prompt_tokens, answer.tokens, answer.media_prompt, kv_cache)
-    pieces = [head_logits(target.model, states_PD) for states_PD in states_TD.split(AT_ONCE)]
+    pieces = _logits_by_piece(target, answer, config)
     best = [piece_PV.topk(min(COMPARED_TOKENS, piece_PV.shape[1])) for piece_PV in pieces]
     return Likeliest(torch.cat([each.indices for each in best]), torch.cat([each.values for each in best]))
 
 
 @torch.no_grad()
-def _read(exact: Target, answer: Generation, own: Likeliest | None, kv_cache: KVCache) -> Reading:
+def _read(exact: Target, answer: Generation, own: Likeliest | None, config: DecodeConfig) -> Reading:
     if own is None:
         return Reading(np.zeros(0), np.zeros(0), 0.0)
-    states_TD = answer_states(exact, answer.prompt_tokens, answer.tokens, answer.media_prompt, kv_cache)
-    tokens_T1 = torch.tensor(answer.tokens, device=states_TD.device).unsqueeze(1)
+    tokens_T1 = torch.tensor(answer.tokens, device=exact.device).unsqueeze(1)
     gaps, errors, largest = [], [], 0.0
-    split = zip(*(each.split(AT_ONCE) for each in (states_TD, tokens_T1, *own)), strict=True)
-    for states_PD, tokens_P1, tokens_PC, own_PC in split:
-        logits_PV = head_logits(exact.model, states_PD)
+    split = zip(_logits_by_piece(exact, answer, config), *(each.split(AT_ONCE) for each in (tokens_T1, *own)), strict=True)
+    for logits_PV, tokens_P1, tokens_PC, own_PC in split:
         best_P = logits_PV.amax(-1)
         gaps.append((best_P - logits_PV.gather(1, tokens_P1).squeeze(1)).nan_to_num(NO_TIE, NO_TIE))
         shift_PC = own_PC.to(logits_PV) - logits_PV.gather(1, tokens_PC.to(logits_PV.device))
@@ -240,6 +239,17 @@ def _read(exact: Target, answer: Generation, own: Likeliest | None, kv_cache: KV
         largest = max(largest, float(best_P.nan_to_num(0.0, 0.0).abs().max()))
     gap_T, error_T = (torch.cat(each).double().cpu().numpy() for each in (gaps, errors))
     return Reading(gap_T, error_T, largest)
+
+
+def _logits_by_piece(target: Target, answer: Generation, config: DecodeConfig) -> Iterator[Tensor]:
+    """Yield the logits `[P, V]` from which the tokens of an answer are chosen, `AT_ONCE` of them at a time."""
+    prompt, tokens = answer.prompt_tokens, answer.tokens
+    states_TD = answer_states(target, prompt, tokens, answer.media_prompt, config.kv_cache)
+    for first, states_PD in zip(range(0, len(tokens), AT_ONCE), states_TD.split(AT_ONCE), strict=True):
+        text, follows = [*prompt, *tokens[:first]], [tokens[first : first + len(states_PD) - 1]]
+        counts = TextCounts.of(config, [text], [len(prompt)], target.vocab_size, target.device)
+        after_1PV = None if counts is None else counts.along(torch.tensor(follows, dtype=torch.int64, device=target.device))
+        yield penalised(head_logits(target.model, states_PD).unsqueeze(0), after_1PV)[0]
 
 
 def _usual_error(target: Target, readings: Collection[Reading]) -> float:

@@ -117,9 +117,9 @@ def has_timed_events(device: torch.device) -> bool:
 
 
 def timed_event(device: torch.device) -> torch.Event:
-    """Return an event that is queued on the device now."""
+    """Return an event that is queued on the device now; without a stream it would be queued on the current device."""
     event = torch.Event(device, enable_timing=True)
-    event.record()
+    event.record(torch.accelerator.current_stream(device))
     return event
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
@@ -28,7 +28,7 @@ class StaticTree(Settings):
     branching: list[PositiveInt] | None = None  # [3, 2]: three tokens at depth 1, two below each of them
     # At a temperature above 0, how siblings are drawn from the draft's distribution, and the rule that judges them: one after
     # the other, or independently, with recursive rejection or SpecTr's k-SEQ. Not read where the likeliest are taken
-    # (`verification: match`, typical acceptance)
+    # (`verification: one_hot`, typical acceptance)
     candidates: Candidates = "without_replacement"
 
     def objections(self) -> Iterator[str]:
@@ -95,17 +95,18 @@ class ConfidenceStopping(Settings):
 StoppingConfig = ConfidenceStopping | None
 
 
-Verification = Literal["token", "block", "match"]
+Verification = Literal["one_hot", "token", "block"]
 Lossless = Literal["greedy", Verification, "without_replacement", "with_replacement", "k_seq"]
 Rule = Literal[Lossless, "typical", "smc", "neighbourhood"]
 
 
 class SamplingConfig(Settings):
-    """How tokens are chosen from logits: temperature, then top-k, then top-p. Temperature 0 is greedy."""
+    """How tokens are chosen from logits: temperature, then top-k, top-p and min-p. Temperature 0 is greedy."""
 
     temperature: Temperature = 0.0  # 0: greedy
     top_k: PositiveInt | None = None  # sample among so many of the likeliest tokens; None: all
     top_p: PositiveShare | None = None  # sample among the fewest tokens of this probability together; None: all
+    min_p: PositiveShare | None = None  # sample among tokens of at least this share of the likeliest's probability; None: all
 
 
 class TypicalAcceptance(Settings):
@@ -136,6 +137,7 @@ class NeighbourhoodAcceptance(Settings):
     first_id: NonNegativeInt = 0  # token id of the first code; the others follow. Other tokens have no neighbours
 
 
+Penalty = Annotated[float, Field(ge=-2, le=2)]  # in logits, of a token that was given before
 LossyConfig = Annotated[TypicalAcceptance | ParticleSampling | NeighbourhoodAcceptance | None, Field(discriminator="kind")]
 
 
@@ -144,8 +146,16 @@ class DecodeConfig(SamplingConfig):
 
     num_speculative_tokens: NonNegativeInt = 3  # drafted in a round; 0: plain decoding
     stopping: StoppingConfig = None  # when a round drafts fewer; None: never by choice
-    # At temperature 0 all three are the greedy rule. None: block for chains; for trees token, or match where nothing is drawn
+    # one_hot: drafts are the draft's likeliest tokens, judged by rejection against a one-hot q, as vLLM does by default. token,
+    # block: drafts are drawn from the draft's distribution q. At temperature 0 all three are the greedy rule. None: one_hot for
+    # chains, token for trees; `lossy` has its own way
     verification: Verification | None = None
+    # Penalties for tokens that a text holds already, of target and draft alike, before the temperature; each draft counts for
+    # those behind it. The first, of prompt and answer, divides positive logits and multiplies others. The others, of the answer
+    # alone as in vLLM, are taken off the logit: once, and for each time that the token was given. None: none
+    repetition_penalty: PositiveFloat | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     max_new_tokens: PositiveInt = 128  # longer answers are cut off
     batch_size: PositiveInt = 1  # prompts decoded together
     seed: NonNegativeInt = 0  # of sampling
@@ -153,7 +163,7 @@ class DecodeConfig(SamplingConfig):
     # plain decoding; None: in its dtype
     kv_cache: Literal["int8"] | None = None
     # Several candidates for each position, down to num_speculative_tokens; None: a chain. At a temperature above 0, `token`
-    # judges siblings as `tree.candidates` says, `match` takes the draft's likeliest
+    # judges siblings as `tree.candidates` says, `one_hot` takes the draft's likeliest
     tree: TreeConfig = None
     # Above temperature 0: give up the target's distribution for speed; needs the quality measured beside it. None: lossless
     lossy: LossyConfig = None
@@ -161,22 +171,36 @@ class DecodeConfig(SamplingConfig):
     @property
     def rule(self) -> Rule:
         """The verification rule that these settings come to."""
+        return self.lossless_rule if self.temperature == 0 or self.lossy is None else self.lossy.kind
+
+    @property
+    def lossless_rule(self) -> Lossless:
+        """The same without `lossy`: the rule that a neighbourhood relaxes."""
         if self.temperature == 0:
             return "greedy"
-        if self.lossy is not None:
-            return self.lossy.kind
-        if self.verification == "match":
-            return "match"
         if self.tree is None:
-            return self.verification or "block"
-        return self.tree.candidates if isinstance(self.tree, StaticTree) else "match"
+            return self.verification or ("one_hot" if self.lossy is None else "block")
+        return self.tree.candidates if self.verification != "one_hot" and isinstance(self.tree, StaticTree) else "one_hot"
 
     @property
     def draws(self) -> bool:
         """Whether drafts are drawn from the draft's distribution; else they are its likeliest tokens."""
-        return self.temperature > 0 and self.verification != "match" and not isinstance(self.lossy, TypicalAcceptance)
+        return self.lossless_rule not in ("greedy", "one_hot") and not isinstance(self.lossy, TypicalAcceptance)
+
+    @property
+    def otherwise(self) -> Self:
+        """The same with drafts chosen the other way: drawn where they are the likeliest, or the reverse."""
+        return self.model_copy(update={"verification": "one_hot" if self.draws else "token"})
+
+    @property
+    def penalises(self) -> bool:
+        """Whether a token's probability depends on how often the text holds it."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (None, None, None)
 
     def objections(self) -> Iterator[str]:
+        if self.penalises and self.num_speculative_tokens > 0 and (self.tree is not None or self.rule == "smc"):
+            key = "tree" if self.tree is not None else "lossy"
+            yield f"{key}: penalties are for chains that are verified; set {key} to null, or each penalty"
         if self.tree is not None and self.num_speculative_tokens > 0:
             yield from self._objections_to_tree(self.tree)
         if self.lossy is not None:
@@ -195,7 +219,7 @@ class DecodeConfig(SamplingConfig):
         if isinstance(tree, DynamicTree):
             yield "a dynamic tree is for temperature 0: set tree to a static one, or to null"
         if self.verification == "block":
-            yield "verification block judges chains only: set it to null, token or match, or tree to null"
+            yield "verification block judges chains only: set it to null, token or one_hot, or tree to null"
 
     def _objections_to_lossy(self, lossy: TypicalAcceptance | ParticleSampling | NeighbourhoodAcceptance) -> Iterator[str]:
         if self.temperature == 0:

@@ -97,10 +97,16 @@ class EvalConfig(Settings):
     lookup_answers: str | None = None
     draft_device: str | None = None  # of draft LMs, such as cuda:1; None: the target's. Not yet run on two accelerators
     allow_target_mismatch: bool = False  # decode with a draft trained for another target; else it is refused
+    # Above temperature 0 one draft is also measured with its drafts chosen the other way, without `lossy`: drawn and judged
+    # token by token where decode.verification takes the likeliest (one_hot), those where it draws
+    other_verification: bool = True
     suite: SuiteConfig = SuiteConfig()
     # Further suites, measured in the same run and reported beside it. Without `suite` the first of these stands in its place
     suites: list[SuiteConfig] = []
     decode: DecodeConfig = DecodeConfig()
+    # generation_config: temperature, top_k, top_p, min_p and repetition_penalty are the target's own, as vLLM takes them for
+    # requests that name none, whatever `decode` says of them
+    sampling_from: Literal["decode", "generation_config"] = "decode"
     repeats: PositiveInt = 2  # interleaved: plain, speculative, baselines, plain, ...
     warmup_prompts: NonNegativeInt = 1  # decoded before timing starts
     baselines: list[FreeDraft] = ["prompt_lookup"]  # measured beside the draft (`eval.measure.proposers`)
@@ -140,6 +146,17 @@ class EvalConfig(Settings):
         """Drafts a round of suffix lookup at most, among the baselines and where it takes a round from the draft."""
         own = self.decode.num_speculative_tokens
         return max(SUFFIX_DRAFTS, own) if own else 0
+
+    def sampled_by(self, sampling: dict[str, Any]) -> EvalConfig:
+        """Return the same with other sampling in `decode`; a ValidationError says what it does not go with."""
+        decode = self.decode.model_dump(exclude_unset=True) | sampling
+        return EvalConfig.model_validate(self.model_dump(exclude_unset=True) | {"decode": decode})
+
+    @property
+    def tries_other_verification(self) -> bool:
+        """Whether the draft is also measured with its drafts chosen the other way."""
+        fits = self.decode.temperature > 0 and self.decode.lossy is None and self.decode.num_speculative_tokens > 0
+        return self.other_verification and len(self.drafts) == 1 and fits
 
     @property
     def tries_lookup(self) -> bool:
@@ -197,7 +214,7 @@ class EvalConfig(Settings):
         if decode.draws:
             yield (
                 f"tokens of several drafts cannot be drawn from one distribution, as rule {decode.rule} asks for: set "
-                "decode.verification to match, or decode.temperature to 0"
+                "decode.verification to one_hot, or decode.temperature to 0"
             )
 
 

@@ -152,7 +152,7 @@ class ServerAnswerJob(AnswerJob):
             "temperature": sampling.temperature,
             "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
             "top_k": -1 if sampling.top_k is None else sampling.top_k,  # -1: off, for vLLM, SGLang and llama.cpp alike
-            "min_p": 0.0,
+            "min_p": sampling.min_p or 0.0,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,

@@ -25,6 +25,7 @@ from heads.inference.causal_lm import MediaInputs, head_logits, new_cache
 from heads.inference.kv_cache import LAYERS
 from heads.proposers.protocol import Proposal, Proposer, RoundInputs, TargetReader, TreeProposer
 from heads.sampling.draws import CounterRNG
+from heads.sampling.penalties import TextCounts, penalised
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention, tree_attention, tree_from
 
 
@@ -69,7 +70,7 @@ class BatchRun:
             states = states.map(lambda state_BTE: state_BTE[copies.tensor_B])
         rows_B1 = torch.arange(len(prompts), device=device).unsqueeze(1)
         last_B1D = states.final_BTE[rows_B1, inputs.lengths.tensor_B.unsqueeze(1) - 1]
-        logits_B1V = head_logits(self.target.model, last_B1D)
+        logits_B1V = self._logits(last_B1D, inputs.pending_B1[:, :0], inputs)
         tokens_B1 = self.verifier.target_tokens(logits_B1V, inputs)
         finite_B1 = torch.isfinite(logits_B1V.amax(2))
         for row, (token, finite) in zip(self.active, torch.cat([tokens_B1, finite_B1.long()], 1).tolist(), strict=True):
@@ -92,7 +93,7 @@ class BatchRun:
         attention = None if proposal.parents_BN is None else tree_attention(proposal.parents_BN, starts)
         with self.clock.phase("verify"):
             states = self._read(torch.cat([inputs.pending_B1, proposal.tokens_BG], 1), starts, attention)
-            logits_BKV = head_logits(self.target.model, states.final_BTE)
+            logits_BKV = self._logits(states.final_BTE, proposal.tokens_BG, inputs)
         with self.clock.phase("sample"):
             if attention is None or tree is None:
                 rounds = self._verify_chain(logits_BKV, proposal, inputs)
@@ -113,7 +114,14 @@ class BatchRun:
         tokens, room = [row.tokens for row in self.active], [row.room for row in self.active]
         is_chain = self.tree is None or num_drafts == 0 or max(room) == 0
         is_drawn = self.config.temperature > 0 and is_chain
-        return RoundInputs.of(tokens, self.rng, room=room, num_drafts=num_drafts if is_drawn else None)
+        inputs = RoundInputs.of(tokens, self.rng, room=room, num_drafts=num_drafts if is_drawn else None)
+        prompts, vocab_size = [len(row.request.tokens) for row in self.active], self.target.vocab_size
+        return replace(inputs, counts=TextCounts.of(self.config, tokens, prompts, vocab_size, self.target.device))
+
+    def _logits(self, states_BKE: Tensor, drafts_BG: Tensor, inputs: RoundInputs) -> Tensor:
+        """Return the target's logits `[B, K, V]` after the text and each draft, with their penalties."""
+        logits_BKV = head_logits(self.target.model, states_BKE)
+        return logits_BKV if inputs.counts is None else penalised(logits_BKV, inputs.counts.along(drafts_BG))
 
     def _read(
         self,
@@ -171,7 +179,8 @@ class BatchRun:
             return None
         # Drafts behind the first rejected one were verified in no row.
         J = min(proposal.tokens_BG.shape[1], 1 + max(round_.num_accepted for round_ in rounds))
-        columns_BJF = compare_distributions(logits_BKV[:, :J], proposal.logits_BGV[:, :J], self.config)
+        compared = (logits_BKV[:, :J], proposal.logits_BGV[:, :J], proposal.tokens_BG[:, :J])
+        columns_BJF = compare_distributions(*compared, self.config)
         return cast(list[list[list[float]]], columns_BJF.tolist())
 
     def _keep_paths(

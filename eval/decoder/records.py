@@ -38,6 +38,7 @@ AUTOREGRESSIVE = "autoregressive"
 SPECULATIVE = "speculative"
 PHASES = ("prefill", "decode", "draft", "verify", "sample")  # that a clock tells apart
 WITH_LOOKUP = "with_lookup"  # speculative decoding by suffix lookup or else by the same draft, round by round
+OTHER_RULE = "other_verification"  # by the same draft, whose drafts are drawn in place of its likeliest, or the reverse
 
 RECORDS = "records.jsonl"
 BATCHES = ".batches-"  # then the job: a folder of one file for each finished batch
@@ -99,8 +100,8 @@ class Round:
     drafted: tuple[int, ...]
     num_accepted: int
     committed: tuple[int, ...]
-    # sum_v min(p, q) = 1 - TV(p, q) at each drafted position up to and with the first rejected one: the chance that a draft is
-    # kept (2211.17192, corollary 3.6). At temperature 0 both are one-hot: 1 where the likeliest tokens agree, else 0
+    # The chance that a draft is kept, at each drafted position up to and with the first rejected one: of one that was drawn
+    # sum_v min(p, q) = 1 - TV(p, q) (2211.17192, corollary 3.6), of a likeliest token its p (`compare_distributions`)
     overlap: tuple[float, ...] | None = None
     uncovered: tuple[float, ...] | None = None  # the mass of p outside the draft's vocabulary, at the same positions
     ranks: tuple[int, ...] | None = None  # of a tree: which child of its parent each accepted draft is, 0 the likeliest

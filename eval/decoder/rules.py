@@ -45,8 +45,9 @@ def verify_greedy(target_tokens_BK: Tensor, tokens_BG: Tensor, num_drafted_B: Te
     """Keep drafts while they equal the target's own tokens.
 
     With the target's greedy choices as `target_tokens_BK` this is greedy decoding. With draws from the target's distribution
-    it is sample-and-match: lossless for any deterministic proposal, and the output is equal to that of plain decoding with the
-    same stream.
+    it is rejection against a one-hot q: a draft x stays with probability p(x), and what is drawn in its place follows the
+    residual, p without x. It is lossless for any deterministic proposal, and with the same numbers its output is plain
+    decoding's, token by token.
     """
     num_accepted_B = _leading((target_tokens_BK[:, :-1] == tokens_BG) & _drafted(tokens_BG, num_drafted_B))
     return ChainVerification(num_accepted_B, values_at(target_tokens_BK, num_accepted_B))
@@ -309,8 +310,8 @@ def verify_tree(
 def match_tree(target_token: TokenAfter, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> TreeVerification:
     """Walk a tree along the target's own tokens, from the root to the child that bears the token, while there is one.
 
-    With the target's greedy choices this is greedy decoding. With draws from its distributions it is sample-and-match, whose
-    output is that of plain decoding with the same numbers. Lossless for any tree that does not depend on those draws. Of equal
+    With the target's greedy choices this is greedy decoding. With draws from its distributions the output is that of plain
+    decoding with the same numbers, as with `verify_greedy`. Lossless for any tree that does not depend on those draws. Of equal
     siblings only the first is ever walked, and nothing that lies deeper than `depth`.
     """
     path_BD = tokens_BN.new_full((len(tokens_BN), depth), -1)

@@ -13,8 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from configs.schema.decoding import DecodeConfig, NeighbourhoodAcceptance, SamplingConfig, TypicalAcceptance
-from eval.decoder.lossy import relaxed_candidates, relaxed_chain, verify_typical, verify_typical_tree
+from configs.schema.decoding import DecodeConfig, NeighbourhoodAcceptance, TypicalAcceptance
+from eval.decoder.lossy import (
+    neighbours,
+    relaxed,
+    relaxed_candidates,
+    relaxed_chain,
+    typical_threshold,
+    verify_typical,
+    verify_typical_tree,
+)
 from eval.decoder.rules import (
     CANDIDATE_RULES,
     CHAIN_RULES,
@@ -33,14 +41,15 @@ from heads.sampling.token_tree import DynamicTreeSpec, Tree, distinct_positions
 class Verifier:
     """Verifies proposals; the output follows the target's distribution unless `config.lossy` is set.
 
-    Drafts that no rule is for, such as a lookup's, which have no distribution, are matched with the target's own tokens.
+    Drafts of a one-hot q, the draft's likeliest tokens or a lookup's, are matched with the target's own tokens
+    (`eval.decoder.rules.verify_greedy`).
     """
 
     def __init__(self, config: DecodeConfig) -> None:
         self.config = config
         self.typical = config.lossy if isinstance(config.lossy, TypicalAcceptance) else None
         near = config.lossy if isinstance(config.lossy, NeighbourhoodAcceptance) else None
-        rule = config.rule if near is None else config.model_copy(update={"lossy": None}).rule
+        rule = config.lossless_rule
         self.chain_rule, self.candidate_rule = CHAIN_RULES.get(rule), CANDIDATE_RULES.get(rule)
         if near is not None:
             self.chain_rule = self.chain_rule and relaxed_chain(self.chain_rule, near)
@@ -123,18 +132,26 @@ def _pad_vocabulary(q_BGV: Tensor, like_BKV: Tensor, value: float = 0.0) -> Tens
     return functional.pad(q_BGV, (0, missing), value=value) if missing else q_BGV
 
 
-def compare_distributions(p_logits_BGV: Tensor, q_logits_BGV: Tensor, sampling: SamplingConfig) -> Tensor:
+def compare_distributions(p_logits_BGV: Tensor, q_logits_BGV: Tensor, tokens_BG: Tensor, config: DecodeConfig) -> Tensor:
     """Compare the target's distributions (p) and the draft's (q) at each draft, exact from their logits.
 
-    Returns float32 `[B, G, 2]`: the overlap, sum_v min(p, q), after top-k and top-p, and the mass of p outside the draft's
-    vocabulary, before them (at temperature 0 that of temperature 1). A draft's logits may be of fewer tokens than the target's,
-    and are -inf outside its vocabulary; where they are not finite, the overlap is 0.
+    Returns float32 `[B, G, 2]`: the overlap, the chance that a draft at this place is kept, and the mass of p outside
+    the draft's vocabulary, before top-k, top-p and min-p (at temperature 0 that of temperature 1). The chance is after these
+    sum_v min(p, q) where drafts are drawn, of p as `lossy` moves it; p of the draft where that is the draft's likeliest token;
+    under typical acceptance whether the draft is plausible. A draft's logits may be of fewer tokens than the target's, and are
+    -inf outside its vocabulary; where they are not finite, the overlap is 0.
     """
-    q_logits_BGV = _pad_vocabulary(q_logits_BGV.float(), p_logits_BGV, float("-inf"))
-    overlap_BG = (p_logits_BGV.argmax(-1) == q_logits_BGV.nan_to_num(float("-inf")).argmax(-1)).float()
-    if sampling.temperature > 0:
-        p_BGV, q_BGV = token_probabilities(p_logits_BGV, sampling), token_probabilities(q_logits_BGV, sampling)
-        overlap_BG = torch.minimum(p_BGV, q_BGV.nan_to_num(0.0)).sum(-1).nan_to_num(0.0)
-    probs_BGV = (p_logits_BGV.float() / (sampling.temperature or 1.0)).softmax(-1)
+    q_logits_BGV, lossy = _pad_vocabulary(q_logits_BGV.float(), p_logits_BGV, float("-inf")), config.lossy
+    p_BGV = token_probabilities(p_logits_BGV, config)
+    overlap_BG = values_at(p_BGV, tokens_BG)
+    if config.draws:
+        q_BGV = token_probabilities(q_logits_BGV, config)
+        if isinstance(lossy, NeighbourhoodAcceptance):
+            p_BGV = relaxed(p_BGV, q_BGV, neighbours(lossy, p_BGV.shape[-1], p_BGV.device), lossy.delta)
+        overlap_BG = torch.minimum(p_BGV, q_BGV).sum(-1)
+    elif isinstance(lossy, TypicalAcceptance) and config.temperature > 0:
+        overlap_BG = (overlap_BG > typical_threshold(p_BGV, lossy)).float()
+    overlap_BG = overlap_BG.masked_fill(~torch.isfinite(q_logits_BGV.amax(-1)), 0.0).nan_to_num(0.0)
+    probs_BGV = (p_logits_BGV.float() / (config.temperature or 1.0)).softmax(-1)
     mass_BG = probs_BGV.masked_fill(~torch.isfinite(q_logits_BGV), 0.0).sum(-1)
     return torch.stack([overlap_BG, (1.0 - mass_BG).clamp(min=0.0).nan_to_num(1.0)], -1)

@@ -25,7 +25,16 @@ from configs.runtime.terminal import progress
 from configs.schema.evaluation import EvalConfig
 from eval.acceptance import Tally
 from eval.decoder.decode import Request, decode
-from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP, BatchFiles, Generation, Records, Timing
+from eval.decoder.records import (
+    AUTOREGRESSIVE,
+    OTHER_RULE,
+    SPECULATIVE,
+    WITH_LOOKUP,
+    BatchFiles,
+    Generation,
+    Records,
+    Timing,
+)
 from eval.measure.suite import Turns
 from eval.speed import Meter
 from heads.frozen.loading import Target
@@ -137,9 +146,10 @@ class Measurement:
         self.modes: dict[str, Proposer | None] = {AUTOREGRESSIVE: None, **proposers}
         # The baselines draft chains to their full length and without loss, whatever the draft under evaluation does.
         chains = config.decode.model_copy(update={"tree": None, "stopping": None, "lossy": None})
+        ways = {SPECULATIVE: config.decode, WITH_LOOKUP: config.decode, OTHER_RULE: config.decode.otherwise}
         drafts = drafts_by_mode(config)
         self.settings = {
-            mode: (config.decode if mode in (SPECULATIVE, WITH_LOOKUP) else chains).model_copy(
+            mode: ways.get(mode, chains).model_copy(
                 update={"num_speculative_tokens": drafts.get(mode, config.decode.num_speculative_tokens)}
             )
             for mode in self.modes
@@ -187,8 +197,8 @@ class Measurement:
             records.timings.append(timing)
             records.generations += generations if repeat == 0 else []
         records.generations.sort(key=lambda each: modes.index(each.mode))
-        if not failed:
-            self._measure_untimed(batch, records)
+        for mode in modes if not failed else ():
+            self._measure_untimed(batch, mode, records)
         self.teach(records)
         if not failed:
             return records
@@ -196,13 +206,13 @@ class Measurement:
         decoded = [generation for generation in records.generations if generation.mode not in failed]
         return Records([*decoded, *(request.answered(mode, "error") for mode in sorted(failed) for request in batch)])
 
-    def _measure_untimed(self, batch: Sequence[Request], records: Records) -> None:
-        """Decode once more with the draft, untimed, to compare its distributions with the target's; a tree has none."""
-        if SPECULATIVE not in self.modes or self.settings[SPECULATIVE].tree is not None:
+    def _measure_untimed(self, batch: Sequence[Request], mode: str, records: Records) -> None:
+        """Decode once more where the draft drafts alone, untimed, to compare its distributions; a tree has none."""
+        if mode not in (SPECULATIVE, OTHER_RULE) or self.settings[mode].tree is not None:
             return
-        again = iter(self._decode(batch, SPECULATIVE, 0, measure_overlap=True)[0])
+        again = iter(self._decode(batch, mode, 0, measure_overlap=True)[0])
         for number, each in enumerate(records.generations):
-            if each.mode != SPECULATIVE:
+            if each.mode != mode:
                 continue
             if (measured := next(again)).tokens == each.tokens:
                 records.generations[number] = measured

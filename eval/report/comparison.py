@@ -114,12 +114,17 @@ def tau_change(report: Report, other: Report, suite: str | None = None) -> Chang
 def served_change(report: Report, served: ServedSection) -> Change | None:
     """Return how tokens per target step in an engine compare with the report's, on the prompts of both.
 
-    `None` where no suite is of the engine's file, or the two decode otherwise: drafts a round, tree, temperature.
+    `None` where no suite is of the engine's file, or the two decode otherwise: drafts a round, tree, sampling. Engines take the
+    draft's likeliest tokens.
     """
-    decode = report.decode
+    decode, counts, asked = report.decode, served.per_prompt, dict[str, Any](temperature=0.0)
+    if decode.temperature > 0:
+        counts, asked = served.sampled_per_prompt, (served.sampling or asked) | {"verification": "one_hot"}
+    asked |= dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"))
     sections = [each for each in (report, *report.suites.values()) if each.prompts.sha256 == served.prompts_sha256]
-    alike = decode.num_speculative_tokens == served.num_speculative_tokens and decode.tree is None and decode.temperature == 0
-    return _counts_change(served.per_prompt, sections[0].acceptance.per_prompt) if alike and sections else None
+    alike = decode.num_speculative_tokens == served.num_speculative_tokens and decode.tree is None
+    alike = alike and all(getattr(decode, key, None) == value for key, value in asked.items())
+    return _counts_change(counts, sections[0].acceptance.per_prompt) if alike and sections else None
 
 
 def _counts_change(ours: Counts, theirs: Counts) -> Change | None:

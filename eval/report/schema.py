@@ -172,9 +172,10 @@ class AcceptanceSection(ClosedSection):
     """Accepted tokens divided by drafted tokens. It falls as rounds draft more, so it is no acceptance rate."""
     draft_token_yield_ci: Bounds
     overlap_alpha: Number
-    """The acceptance rate α: the sum over the vocabulary of min(p, q), from the target's and the draft's probabilities at the
-    temperature in use, averaged over drafted positions up to the first rejected one. In greedy decoding it is the share of
-    positions at which both find the same token likeliest."""
+    """The acceptance rate α: the chance that a draft is kept, averaged over drafted positions up to the first rejected one.
+    Where drafts are the draft's likeliest tokens it is the target's probability of that token, in greedy decoding 1 or 0. Where
+    drafts are drawn it is the sum over the vocabulary of min(p, q), from the target's and the draft's probabilities. Under
+    typical acceptance it is the share of plausible drafts."""
     overlap_alpha_ci: Bounds
     overlap_alpha_by_position: list[Number]
     """The same acceptance rate, averaged at each draft position by itself."""
@@ -321,6 +322,8 @@ class OtherWaySection(SpeedupSection):
     num_speculative_tokens: Count  # that it drafts a round at most
     tokens_per_target_step: Number
     tokens_per_target_step_ci: Bounds
+    overlap_alpha: Number = None
+    overlap_alpha_ci: Bounds = None
     tokens_per_target_step_ratio: Number
     tokens_per_target_step_ratio_ci: Bounds
     decode_speed_ratio: Number
@@ -342,6 +345,10 @@ class SuiteSection(ClosedSection):
     """Other ways to decode, measured in the same run on the same prompts. Prompt lookup copies drafts from the text so far.
     Suffix lookup counts what followed in it, in `decode.lookup_answer_tokens` of earlier answers, and in the answers to prompts
     that the same process decoded before. A ratio is this draft's number over theirs, on the same prompts."""
+    other_verification: OtherWaySection | None = None
+    """The same draft at a temperature above 0 with its drafts chosen the other way. Where `decode.verification` is one_hot (the
+    draft's likeliest tokens, as vLLM takes them by default) they are drawn from its distribution here, and judged token by
+    token or by the tree's rule; else they are the likeliest here. A ratio is the draft's number over this one."""
     with_lookup: OtherWaySection | None = None
     """The same draft with suffix lookup, which takes a round where it expects `decode.lookup_expects` accepted drafts or more.
     A ratio is its number over the draft's alone."""
@@ -407,6 +414,8 @@ class ServedSection(OpenSection):
     num_speculative_tokens: Count | None
     prompts_sha256: str | None
     per_prompt: dict[str, CountPair]
+    sampling: dict[str, Any] | None = None  # above temperature 0, of a second pass
+    sampled_per_prompt: dict[str, CountPair] = {}  # of that
 
 
 def load_check(path: Path) -> ServedSection:

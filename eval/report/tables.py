@@ -158,9 +158,11 @@ def _categories(report: Report) -> Table:
 
 def _ways(report: Report) -> Table:
     rows: list[Row] = [("this draft", tau(report.acceptance), speedup(report.speed), "", "")]
+    drawn = "drawn" if report.decode.verification == "one_hot" else "its likeliest tokens"
     if (both := report.with_lookup) is not None:
         rows.append(("suffix_lookup, else this draft", tau(both), speedup(both), "", ""))
-    for name, each in report.baselines.items():
+    others = {} if report.other_verification is None else {f"this draft, {drawn}": report.other_verification}
+    for name, each in (others | report.baselines).items():
         ratios = (cell(each, ratio, times) for ratio in ("tokens_per_target_step_ratio", "decode_speed_ratio"))
         rows.append((name, tau(each), speedup(each), *ratios))
     header = ("way of decoding", "τ", "decode speedup", "this draft's τ over it", "this draft's speed over it")

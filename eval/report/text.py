@@ -75,8 +75,9 @@ def settings(report: Report) -> str:
     """Name the decoding settings and the number of prompts."""
     decode, prompts = report.decode, report.prompts
     lossy = f"lossy mode {decode.lossy['kind']}, " if decode.lossy else ""
+    rule = f"verification {decode.verification}, " if decode.temperature > 0 and not lossy else ""
     return (
-        f"{lossy}{decode.num_speculative_tokens} speculative tokens, temperature {decode.temperature:g}, "
+        f"{lossy}{decode.num_speculative_tokens} speculative tokens, {rule}temperature {decode.temperature:g}, "
         f"batch size {decode.batch_size}, {prompts.num_prompts} of {prompts.num_asked} prompts"
     )
 

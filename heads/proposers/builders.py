@@ -18,6 +18,7 @@ tree, K = N + 1 rows of the target's, W draft vocabulary, V target vocabulary, X
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -29,6 +30,7 @@ from configs.schema.decoding import ConfidenceStopping, DecodeConfig, SamplingCo
 from heads.device import RowInts, constant
 from heads.proposers.protocol import Proposal, RoundInputs
 from heads.sampling.draws import DRAWS, Role, draw, greedy_token, token_probabilities
+from heads.sampling.penalties import penalised
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention, distinct_positions
 from heads.vocabulary import DraftVocabulary, over_target, target_ids
 
@@ -53,6 +55,9 @@ class ChainBuilder:
         self._stopping = sampling.stopping if isinstance(sampling, DecodeConfig) else None
         at_1 = self._stopping is not None and sampling.temperature == 0  # the rule sees greedy drafts' distributions at 1
         self._shown = sampling.model_copy(update={"temperature": 1.0}) if at_1 else sampling
+        self._counts = inputs.counts
+        if self._counts is not None and vocabulary is not None:
+            self._counts = self._counts.among(vocabulary.token_ids_W)
         num_rows = len(inputs.tokens)
         self._open_B = torch.ones(num_rows, dtype=torch.bool, device=self.device)  # rows that still draft
         self._num_drafted_B = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
@@ -67,12 +72,14 @@ class ChainBuilder:
         accepted where those before it are, made before it was drawn, if it makes one.
         """
         step, greedy = len(self._drafted), self.sampling.temperature == 0
+        logits_BW = penalised(logits_BW, self._counts)
         if self._stopping is not None or not greedy:
             probs_BW = token_probabilities(logits_BW, self._shown)
         if self._stopping is not None:
             self._num_drafted_B += self._open_B
             self._open_B &= ~self._is_unsure(self._stopping, probs_BW, estimate_B)
         chosen_B = greedy_token(logits_BW) if greedy else self._drawn(step, probs_BW)
+        self._counts = None if self._counts is None else self._counts.then(chosen_B)
         drafted_B = target_ids(self.vocabulary, chosen_B)
         if not greedy:
             self._distributions.append(over_target(self.vocabulary, probs_BW, 0.0))
@@ -83,6 +90,10 @@ class ChainBuilder:
 
     def peek(self, logits_BGW: Tensor) -> Tensor:
         """Return the target's ids `[B, G]` that `add` would choose from these logits for the first G drafts; adds none."""
+        if self._counts is not None:  # a draft depends on those before it
+            ahead = copy(self)
+            ahead._stopping, ahead._drafted, ahead._distributions, ahead._logits = None, [], [], []
+            return torch.stack([ahead.add(logits_BW) for logits_BW in logits_BGW.unbind(1)], 1)
         if self.sampling.temperature == 0:
             return target_ids(self.vocabulary, greedy_token(logits_BGW))
         probs_BGW = token_probabilities(logits_BGW, self.sampling)

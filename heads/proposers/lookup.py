@@ -207,7 +207,7 @@ class MergedDrafts:
 
     Every draft is asked for the requested tree, or for a chain where it has no trees; they are merged on the host, and the
     target verifies all in one forward. Trees are not drawn, since each token would have to be verified by its own draft's
-    distribution: at a temperature above 0 they are verified by sample-and-match.
+    distribution: at a temperature above 0 they are verified as one-hot.
     """
 
     def __init__(self, drafts: Sequence[Proposer], device: torch.device) -> None:
@@ -226,7 +226,7 @@ class MergedDrafts:
 
     def propose_tree(self, inputs: RoundInputs, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None) -> Proposal:
         if drawn_by is not None:
-            raise InputError("the tokens of several drafts cannot be drawn: set verification to match")
+            raise InputError("the tokens of several drafts cannot be drawn: set verification to one_hot")
         by_row = zip(*(_most_probable(draft, inputs, tree) for draft in self.drafts), strict=True)
         merged = [merge(nodes) for nodes in by_row]
         tokens_BN = row_tensor([row for row, _ in merged], self.device)

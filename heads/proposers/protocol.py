@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -22,6 +22,7 @@ from heads.frozen.hidden_states import TargetStates
 from heads.inference.causal_lm import MediaInputs
 from heads.inference.kv_cache import RowCache
 from heads.sampling.draws import ChainUniforms, CounterRNG, chain_uniforms
+from heads.sampling.penalties import TextCounts
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention
 
 Tokens = Sequence[Sequence[int]]  # committed ids by row, on the host: prompt and answer so far, the pending token last
@@ -37,6 +38,7 @@ class RoundInputs:
     pending_B1: Tensor  # the last token
     rng: CounterRNG  # of the rows
     uniforms: ChainUniforms | None  # the random numbers of a chain; None: nothing is drawn, or a tree
+    counts: TextCounts | None = None  # of the tokens `[B, V]`; None: no token is penalised
 
     @classmethod
     def of(
@@ -66,7 +68,8 @@ class RoundInputs:
     def at(self, device: torch.device) -> RoundInputs:
         """Return the same for a draft on another device."""
         num_drafts = None if self.uniforms is None else self.uniforms.draft_BG.shape[1]
-        return RoundInputs.of(self.tokens, self.rng.at(device), room=self.room.host, num_drafts=num_drafts)
+        moved = RoundInputs.of(self.tokens, self.rng.at(device), room=self.room.host, num_drafts=num_drafts)
+        return replace(moved, counts=None if self.counts is None else self.counts.to(device))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,8 @@
 """How tokens are drawn: the distribution, drawing from it, and the random numbers, which are functions of counters.
 
 Lossless verification needs the same processing of plain decoding's, the target's and the draft's logits, and the exact
-distribution on the draft's side, so no other code turns logits into probabilities. Order: temperature, top-k, top-p.
+distribution on the draft's side, so no other code turns logits into probabilities. Order: penalties (`penalties` beside),
+temperature, top-k, top-p, min-p, as in transformers; vLLM takes min-p before top-k, which differs where top-p is set as well.
 
 Each random number is a pure function of (seed, request, round, position, role). As with Philox and Threefry (Salmon et al., SC
 2011) there is no state to advance, so a request gets the same numbers in any batch and order of work, and drafting, acceptance
@@ -35,7 +36,8 @@ def token_probabilities(logits: Tensor, sampling: SamplingConfig) -> Tensor:
 
     Temperature 0 gives the one-hot distribution of the first largest logit. Top-p keeps the smallest set of most probable
     tokens that reaches p, and at least one. Both keep every token that ties with the last one kept: 16-bit logits tie often,
-    and the distribution must not depend on how a sort orders ties.
+    and the distribution must not depend on how a sort orders ties. Min-p keeps the tokens that have at least this share of the
+    largest probability.
     """
     logits = logits.float()
     if sampling.temperature == 0:
@@ -45,12 +47,17 @@ def token_probabilities(logits: Tensor, sampling: SamplingConfig) -> Tensor:
         smallest_kept = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
     probs = logits.softmax(-1)
-    if sampling.top_p is None or sampling.top_p == 1:
-        return probs
-    falling = _most_probable(probs, sampling.top_p)
-    mass_before = falling.cumsum(-1) - falling
-    smallest_kept = falling.masked_fill(mass_before >= sampling.top_p, 1.0).amin(-1, keepdim=True)
-    probs = probs.masked_fill(probs < smallest_kept, 0.0)
+    if sampling.top_p is not None and sampling.top_p < 1:
+        falling = _most_probable(probs, sampling.top_p)
+        mass_before = falling.cumsum(-1) - falling
+        smallest_kept = falling.masked_fill(mass_before >= sampling.top_p, 1.0).amin(-1, keepdim=True)
+        probs = _at_least(probs, smallest_kept)
+    return probs if sampling.min_p is None else _at_least(probs, sampling.min_p * probs.amax(-1, keepdim=True))
+
+
+def _at_least(probs: Tensor, limit: Tensor) -> Tensor:
+    """Return the distribution `[..., V]` of the tokens whose probability is not below a limit `[..., 1]`."""
+    probs = probs.masked_fill(probs < limit, 0.0)
     return probs / probs.sum(-1, keepdim=True)
 
 
@@ -137,7 +144,7 @@ _MIX_2 = _signed(0x94D049BB133111EB)
 class Role(IntEnum):
     """What a random number is for."""
 
-    TARGET = 1  # a token from the target's own distribution: plain decoding, bonus, sample-and-match
+    TARGET = 1  # a token from the target's own distribution: plain decoding, bonus, what a one-hot draft is compared with
     DRAFT = 2  # a token from the draft's distribution
     ACCEPT = 3  # the test whether a drafted token stays
     RESIDUAL = 4  # the token after a rejection

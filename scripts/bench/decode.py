@@ -52,7 +52,7 @@ log = logging.getLogger("draftsmith")
 GENERATE, ASSISTED, DRAFT_LM = "transformers", "transformers_assisted", "draft_lm"
 FORWARDS = {"transformers": "", "lean": "lean_"}  # of the target, and what their ratios' names begin with
 FIRST = "greedy, chain"
-RULES = ("token", "block", "match")
+RULES = ("one_hot", "token", "block")
 LOSSY = ("typical", "smc")
 CANDIDATES = ("without_replacement", "with_replacement", "k_seq")
 COMPARED = {  # ratios of tokens per target step
@@ -128,7 +128,7 @@ def evaluate_ways(config: DecodeBenchConfig, folder: Path) -> dict[str, dict[str
     shared: dict[str, Any] = {"target": target, "draft": config.draft}
     shared |= {"suite": {"name": "home", "path": str(suite)}, "repeats": config.repeats, "quality": {"perplexity": True}}
     # Sampling rules are enumerated in the tests, and their samples are not tested here.
-    shared |= {"lookup_answers": config.past_answers, "lossless": {"first_token_samples": 0}}
+    shared |= {"lookup_answers": config.past_answers, "lossless": {"first_token_samples": 0}, "other_verification": False}
     usual = {"num_speculative_tokens": config.num_speculative_tokens, "max_new_tokens": config.max_new_tokens}
     reports = {}
     for number, (way, settings) in enumerate(ways_of(config).items()):

@@ -85,7 +85,7 @@ def judge_decoders(config: ProofBenchConfig, dtype: str) -> list[dict[str, Any]]
         modes["noise"] = answers_of(target, requests, config.decode)
     with narrower_cache(NARROWER[dtype]):
         modes["cache"] = answers_of(target, requests, config.decode)
-    readings = read_answers(target, [*plain, *(each for answers in modes.values() for each in answers)], None)
+    readings = read_answers(target, [*plain, *(each for answers in modes.values() for each in answers)])
     refused, generator = dict.fromkeys(modes, 0), np.random.default_rng(0)
     for _ in range(config.num_draws):
         drawn = generator.choice(len(plain), config.num_prompts, replace=False)

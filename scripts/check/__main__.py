@@ -2,8 +2,9 @@
 
 The engine answers chat prompts greedily, plainly and with the draft, as the export's `serve.txt` says. Writes `check.json`:
 both speeds, acceptance by the engine's own counters, and whether the answers are the target's, judged as an evaluation judges
-its own. It ends with 1 where the engine refuses the draft, accepts nothing of it, or gives worse answers with it. An engine
-that is not installed, or does not serve the target without the draft, is no failure: of the draft nothing was learnt.
+its own; with `sampling` also its acceptance as it is served, above temperature 0. It ends with 1 where the engine refuses the
+draft, accepts nothing of it, or gives worse answers with it. An engine that is not installed, or does not serve the target
+without the draft, is no failure: of the draft nothing was learnt.
 `draftsmith gate --check` judges the draft by it.
 """
 
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from configs.runtime.command import DONE, GATE_FAILED, run_command
+from configs.runtime.errors import InputError
 from configs.runtime.files import read_text, write_json
 from configs.runtime.terminal import say
 from configs.schema.commands.release import ENGINES, PROMPTS, CheckConfig
@@ -51,6 +53,8 @@ def main(config: CheckConfig, args: argparse.Namespace) -> int:
     match args.engine:
         case "vllm":
             check_vllm(result, serve, prompts, config, vllm=args.vllm, out=out)
+        case engine if config.sampling is not None:
+            raise InputError(f"sampling: {engine} is checked greedily only; set it to null")
         case "transformers":
             from scripts.check.transformers_check import check_transformers
 

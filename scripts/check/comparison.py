@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from eval.stats import paired_ratio_interval, ratio_interval
+from eval.stats import Interval, paired_ratio_interval, ratio_interval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,8 @@ class EngineCheck:
     speedup_low: float | None = None  # bounds at 95 %, over prompts
     speedup_high: float | None = None
     same_answers: int = 0
+    sampling: dict[str, Any] | None = None  # above temperature 0, of a second pass; None: not asked for
+    sampled_per_prompt: dict[str, list[int]] = field(default_factory=dict)  # of that, as `per_prompt`
     lossless: dict[str, Any] | None = None  # as in a report, of the engine's answers with the draft beside its plain ones
 
     def compare(self, plain: Sequence[Answer], drafted: Sequence[Answer]) -> None:
@@ -62,8 +64,8 @@ class EngineCheck:
         self.tokens_per_second, self.tokens_per_second_plain = (
             sum(tokens) / sum(seconds) if sum(seconds) else None for tokens, seconds in (columns[:2], columns[2:])
         )
-        self.per_prompt = {each.prompt_id: [each.rounds + each.accepted, each.rounds] for each in drafted}
-        self.tokens_per_target_step = ratio_interval(*zip(*self.per_prompt.values(), strict=True)).point
+        self.per_prompt = counts_of(drafted)
+        self.tokens_per_target_step = tau_of(self.per_prompt).point
 
     def judge(self) -> None:
         """Decide whether it passes: some drafts are accepted, and the answers are the target's as much as plain ones are."""
@@ -81,6 +83,8 @@ class EngineCheck:
             )
         elif self.tokens_per_target_step is None or self.tokens_per_target_step <= 1.0:
             self.reason = "no drafted token was accepted: the engine gains nothing from this draft"
+        elif self.sampling is not None and (tau_of(self.sampled_per_prompt).point or 0.0) <= 1.0:
+            self.reason = f"no drafted token was accepted at temperature {self.sampling['temperature']:g}"
         self.passed = self.reason is None
 
     def table(self) -> str:
@@ -98,11 +102,25 @@ class EngineCheck:
             rows.append(("tokens per target step", "1.00", f"{self.tokens_per_target_step:.2f}"))
         if self.acceptance:
             rows.append(("accepted by position", "", " ".join(f"{share:.2f}" for share in self.acceptance)))
+        if self.sampling is not None:
+            tau = tau_of(self.sampled_per_prompt)
+            shown = "" if tau.low is None else f" [{tau.low:.2f}, {tau.high:.2f}]"
+            rows.append((f"at temperature {self.sampling['temperature']:g}", "1.00", f"{tau.point or 0.0:.2f}{shown}"))
         rows.append(("same answers", "", f"{self.same_answers} of {self.num_prompts}"))
         head = f"{self.engine} {self.version}, {self.dtype}: {self.num_prompts} prompts, batch 1, greedy, "
         lines = [f"  {name:24}  {plain:>8}  {drafted}" for name, plain, drafted in rows]
         verdict = "  passed" if self.passed else f"  failed: {self.reason}"
         return "\n".join([f"{head}{self.max_new_tokens} tokens at most", *lines, verdict])
+
+
+def counts_of(answers: Sequence[Answer]) -> dict[str, list[int]]:
+    """Return `{prompt id: [committed tokens, rounds]}`, as a report has them."""
+    return {each.prompt_id: [each.rounds + each.accepted, each.rounds] for each in answers}
+
+
+def tau_of(per_prompt: Mapping[str, Sequence[int]]) -> Interval:
+    """Return the tokens per target step, with the interval over prompts."""
+    return ratio_interval(*zip(*per_prompt.values(), strict=True))
 
 
 def _decode_seconds(answer: Answer) -> float:

@@ -19,17 +19,19 @@ from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import read_object, write_text
 from configs.runtime.terminal import progress
 from configs.schema.commands.release import CheckConfig
+from configs.schema.decoding import SamplingConfig
 from configs.schema.target import TargetConfig
 from distill.generation.prompts import Prompt
 from heads.frozen.identity import locate
 from heads.frozen.tokenizer import load_tokenizer
 from scripts.check.answers import judge_answers
-from scripts.check.comparison import Answer, EngineCheck
+from scripts.check.comparison import Answer, EngineCheck, counts_of
 from scripts.check.vllm_server import INSTALL, EngineFailed, find_vllm, open_vllm, serving, settled_counters
 
 LINE = "vllm serve "
 DRAFT = "--speculative-config"
 WARM_UP_TOKENS = 8
+GREEDY = SamplingConfig()
 # vLLM's own: the ids of prompt and answer beside the text, and greedy tokens that no setting of the target's own penalises.
 EXTRA = {"return_token_ids": True, "repetition_penalty": 1.0}
 
@@ -81,6 +83,9 @@ def check_vllm(
         log = out / "draft.log"
         with serving(engine, (*line.options, *more), log, seconds=config.start_seconds, variables=line.variables) as url:
             drafted = ask(url, prompts, config, "with the draft")
+            if config.sampling is not None:
+                sampled = ask(url, prompts, config, "as it is served", config.sampling)
+                result.sampling, result.sampled_per_prompt = config.sampling.model_dump(), counts_of(sampled.answers)
     except EngineFailed as error:
         result.passed, result.reason = False, f"vLLM with the draft {error}"
         return
@@ -119,10 +124,10 @@ def write_template(target: str, config: CheckConfig, out: Path) -> str:
     return str(path)
 
 
-def ask(url: str, prompts: Sequence[Prompt], config: CheckConfig, what: str) -> Run:
+def ask(url: str, prompts: Sequence[Prompt], config: CheckConfig, what: str, sampling: SamplingConfig = GREEDY) -> Run:
     """Send chats one after the other, after a warm-up."""
     answers: list[Answer] = []
-    with progress(f"vLLM {what}", len(prompts), "prompts") as advance, connected(url, config) as answer:
+    with progress(f"vLLM {what}", len(prompts), "prompts") as advance, connected(url, config, sampling) as answer:
         answer(prompts[0], WARM_UP_TOKENS)
         before = first = settled_counters(url)
         for prompt in prompts:
@@ -137,13 +142,14 @@ def ask(url: str, prompts: Sequence[Prompt], config: CheckConfig, what: str) -> 
 
 
 @contextmanager
-def connected(url: str, config: CheckConfig) -> Iterator[Callable[[Prompt, int], dict[str, Any]]]:
-    """Give a function that sends a chat, to be answered greedily in at most so many tokens; see `_answer`."""
+def connected(url: str, config: CheckConfig, sampling: SamplingConfig) -> Iterator[Callable[[Prompt, int], dict[str, Any]]]:
+    """Give a function that sends a chat, to be answered in at most so many tokens; see `_answer`."""
+    asked = {"temperature": sampling.temperature, "top_k": sampling.top_k or -1, "top_p": sampling.top_p or 1.0, "seed": 0}
     try:
         # A proxy is for other machines.
         with httpx2.Client(base_url=url, timeout=config.answer_seconds, trust_env=False) as client:
             model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
-            always = {"model": model, "temperature": 0, "stream": True, **EXTRA}
+            always = {"model": model, "stream": True, "min_p": sampling.min_p or 0.0, **asked, **EXTRA}
             yield lambda prompt, most: {
                 "prompt_id": prompt.prompt_id,
                 **_answer(client, always | {"messages": prompt.messages, "max_tokens": most}),

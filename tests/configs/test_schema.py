@@ -32,14 +32,14 @@ def static(candidates="without_replacement"):
 @pytest.mark.parametrize(
     ("settings", "rule", "draws"),
     [
-        ({}, "block", True),
+        ({}, "one_hot", False),
+        ({"verification": "block"}, "block", True),
         ({"temperature": 0.0}, "greedy", False),
         ({"verification": "token"}, "token", True),
-        ({"verification": "match"}, "match", False),
         ({"tree": static()}, "without_replacement", True),
         ({"tree": static("with_replacement")}, "with_replacement", True),
         ({"tree": static("k_seq")}, "k_seq", True),
-        ({"tree": static(), "verification": "match"}, "match", False),
+        ({"tree": static(), "verification": "one_hot"}, "one_hot", False),
         ({"lossy": TYPICAL}, "typical", False),
         ({"lossy": TYPICAL, "tree": static()}, "typical", False),
         ({"temperature": 0.0, "tree": GROWN}, "greedy", False),
@@ -55,7 +55,9 @@ def test_settings_come_to_a_rule(settings, rule, draws):
     ("settings", "reason"),
     [
         ({"tree": static(), "verification": "block"}, "judges chains only"),
-        ({"tree": GROWN, "verification": "match"}, "tree"),
+        ({"tree": GROWN, "verification": "one_hot"}, "tree"),
+        ({"tree": static(), "repetition_penalty": 1.1}, "tree"),
+        ({"lossy": SMC, "frequency_penalty": 0.1}, "lossy"),
         ({"lossy": TYPICAL, "temperature": 0.0}, "nothing to relax at temperature 0"),
         ({"lossy": SMC, "verification": "block"}, "takes the place of verification block"),
         ({"lossy": SMC, "tree": static()}, "set tree and stopping to null"),
@@ -75,7 +77,7 @@ def test_checkpoints_are_not_chosen_by_a_lossy_rule():
 def test_a_temperature_by_which_no_logit_can_be_divided_is_refused():
     with pytest.raises(ValidationError, match="temperature must be 0"):
         DecodeConfig(temperature=9e-5)
-    assert DecodeConfig(temperature=1e-4).rule == "block"
+    assert DecodeConfig(temperature=1e-4).rule == "one_hot"
 
 
 # --- training -----------------------------------------------------------------------------------------------------------

@@ -26,9 +26,10 @@ TYPICAL = {"lossy": {"kind": "typical"}}
 # Every way of decoding, by the shape of a round's drafts and the rule that judges them.
 WAYS = {
     "chain greedy": {},
-    "chain block": DRAWN,
+    "chain block": DRAWN | {"verification": "block"},
     "chain token": DRAWN | {"verification": "token", "top_k": 20},
-    "chain match": DRAWN | {"verification": "match"},
+    "chain one_hot": DRAWN,
+    "chain penalties": DRAWN | {"repetition_penalty": 1.2, "presence_penalty": 0.3},
     "chain typical": DRAWN | TYPICAL,
     "chain int8": {"kv_cache": "int8"},
     "chain stopped by confidence": {"stopping": {"rule": "confidence", "threshold": 0.3}},
@@ -36,7 +37,7 @@ WAYS = {
     "static without_replacement": DRAWN | {"tree": STATIC},
     "static with_replacement": DRAWN | {"tree": STATIC | {"candidates": "with_replacement"}},
     "static k_seq": DRAWN | {"tree": STATIC | {"candidates": "k_seq"}},
-    "static match": DRAWN | {"tree": STATIC, "verification": "match"},
+    "static one_hot": DRAWN | {"tree": STATIC, "verification": "one_hot"},
     "static typical": DRAWN | TYPICAL | {"tree": STATIC},
     "dynamic greedy": {"tree": DYNAMIC},
     "particles": DRAWN | {"lossy": {"kind": "smc", "num_particles": 3}},

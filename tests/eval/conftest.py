@@ -15,6 +15,7 @@ from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Generation, Round,
 from eval.measure.suite import Suite
 from eval.report.schema import Report
 from heads.sampling.draws import token_probabilities
+from tests.support.distribution_checks import naive_penalised
 from tests.support.reports import report_of
 
 CATEGORIES = ("writing", "coding", "maths", "reasoning")
@@ -180,15 +181,14 @@ def quality_section() -> dict:
 def exact_distribution():
     """A function that gives the joint probabilities of all continuations of a prompt, a dimension a token."""
 
-    def distribution_of(model, prompt, num_tokens, config):
+    def distribution_of(model, prompt, num_tokens, config, answer=()):
         if num_tokens == 0:
             return torch.tensor(1.0)
-        distribution = token_probabilities(
-            model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, -1].detach(), config
-        )
+        logits = model(input_ids=torch.tensor([[*prompt, *answer]]), use_cache=False).logits[0, -1]
+        distribution = token_probabilities(torch.tensor(naive_penalised(logits.tolist(), prompt, answer, config)), config)
         return torch.stack(
             [
-                distribution[token] * distribution_of(model, (*prompt, token), num_tokens - 1, config)
+                distribution[token] * distribution_of(model, prompt, num_tokens - 1, config, (*answer, token))
                 for token in range(len(distribution))
             ]
         )

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 from configs.runtime.command import BAD_INPUT, run_command
 from configs.runtime.errors import InputError
 from configs.runtime.files import folder_lock
-from configs.schema.decoding import ParticleSampling, TypicalAcceptance
+from configs.schema.decoding import DynamicTree, ParticleSampling, TypicalAcceptance
 from configs.schema.evaluation import EvalConfig, GateConfig, GateRule, LosslessConfig
 from distill.dataset.conversations import text_hash
 from eval.decoder.decode import Request, decode
@@ -100,6 +100,46 @@ def test_what_was_measured_is_there_when_a_check_ends_the_run(config, monkeypatc
     evaluate(config)
     assert report_in(config).acceptance == partial.acceptance
     assert not (Path(config.output) / "report.partial.json").exists()
+
+
+def test_above_temperature_0_the_report_has_both_ways_of_choosing_drafts(config, tmp_path):
+    sampled = config.model_copy(update={"decode": config.decode.model_copy(update={"temperature": 1.0}), "baselines": []})
+    drawn = {"decode": sampled.decode.model_copy(update={"verification": "token"}), "output": str(tmp_path / "drawn")}
+    evaluate(sampled)
+    evaluate(sampled.model_copy(update=drawn | {"other_verification": False}))
+    report, alone = report_in(sampled), load_report(tmp_path / "drawn" / "report.json")
+    assert (report.decode.verification, alone.decode.verification, alone.other_verification) == ("one_hot", "token", None)
+    other, own = report.other_verification, report.acceptance
+    for name in ("tokens_per_target_step", "overlap_alpha"):
+        assert other.interval_of(name) == alone.acceptance.interval_of(name)
+        assert own.interval_of(name) != other.interval_of(name)
+    assert other.tokens_per_target_step_ratio == pytest.approx(own.tokens_per_target_step / other.tokens_per_target_step)
+    assert other.decode_speedup > 0
+    assert report.lossless.checks.keys() == {"first_tokens", "first_tokens_other_verification"}
+    rule = GateRule(metric="other_verification.overlap_alpha", min=0.01, bound="point")
+    assert judge(report, GateConfig(rules=[rule])).findings[-1].outcome == "pass"
+    assert "this draft, drawn" in (Path(sampled.output) / "report.md").read_text()
+
+
+def test_the_targets_own_sampling_is_decoded_by_where_asked_for_and_else_named(config, tiny_run, tmp_path, caplog):
+    target = Path(shutil.copytree(tiny_run / "target", tmp_path / "target"))
+    own = {"do_sample": False, "temperature": 0.7, "top_k": 0, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2}
+    (target / "generation_config.json").write_text(json.dumps(own | {"presence_penalty": 0.4, "eos_token_id": 1}))
+    config = config.model_copy(
+        update={"target": config.target.model_copy(update={"name": str(target)}), "allow_target_mismatch": True}
+    )
+    evaluate(config)
+    assert any("sampling_from" in message for message in caplog.messages)
+    assert report_in(config).decode.temperature == 0.0
+    caplog.clear()
+    evaluate(config.model_copy(update={"sampling_from": "generation_config", "overwrite": True}))
+    decode = report_in(config).decode.model_dump()
+    expected = {"temperature": 0.7, "top_k": None, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2}
+    assert {key: decode[key] for key in (*expected, "presence_penalty")} == expected | {"presence_penalty": None}
+    assert not any("sampling_from" in message for message in caplog.messages)
+    tree = config.decode.model_copy(update={"tree": DynamicTree(kind="dynamic")})
+    with pytest.raises(InputError, match="sampling_from"):
+        evaluate(config.model_copy(update={"sampling_from": "generation_config", "decode": tree}))
 
 
 @pytest.mark.parametrize("lossy", [TypicalAcceptance(kind="typical"), ParticleSampling(kind="smc", num_particles=3)])

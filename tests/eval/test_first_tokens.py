@@ -27,7 +27,7 @@ from tests.support.reports import changed
 VOCAB = 10
 PROMPT = (7, 2, 3)
 START = Request(prompt_id="p", category="c", tokens=PROMPT)
-SAMPLED = DecodeConfig(temperature=1.0, num_speculative_tokens=3, max_new_tokens=8, batch_size=4)
+SAMPLED = DecodeConfig(temperature=1.0, num_speculative_tokens=3, max_new_tokens=8, batch_size=4, verification="block")
 
 
 @pytest.fixture(scope="module")

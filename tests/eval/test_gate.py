@@ -306,6 +306,8 @@ def test_a_gate_may_ask_for_a_number_of_prompts_and_for_one_suite(report, gate, 
         ({"accepted": 0.7, "num_speculative_tokens": 5}, None, "pass"),
         ({"accepted": 0.7, "prompts_sha256": None}, None, "pass"),
         ({"num_speculative_tokens": 5}, 0.8, "inconclusive"),
+        ({"accepted": 0.7, "sampling": {"temperature": 0.7, "top_p": None}}, None, "fail"),
+        ({"accepted": 0.7, "sampling": {"temperature": 0.8}}, None, "pass"),
     ],
 )
 def test_what_an_engine_said_of_the_draft_is_judged_and_may_be_asked_for(report, found, share, expected):
@@ -315,6 +317,9 @@ def test_what_an_engine_said_of_the_draft_is_judged_and_may_be_asked_for(report,
         served = {"engine": "vllm", "version": "1", "checked": True, "passed": True, "reason": None}
         served |= {"draft_sha256": report.draft.sha256, "prompts_sha256": report.prompts.sha256, "num_speculative_tokens": 3}
         served["per_prompt"] = {name: [round(1000 * share_of_tau * tokens), 1000 * rounds] for name, (tokens, rounds) in counts}
+        if "sampling" in found:  # of a report at this temperature; the greedy answers' counts are the report's
+            report = changed(report, {"decode": {"temperature": 0.7, "verification": "one_hot"}})
+            served |= {"sampled_per_prompt": served["per_prompt"], "per_prompt": report.acceptance.per_prompt}
         found = ServedSection(**served | found)
     gate = GateConfig(rules=[GateRule(metric=TAU, min=0.5)], served_tau_ratio=share)
     assert judge(report, gate, served=found).outcome == expected

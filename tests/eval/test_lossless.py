@@ -151,7 +151,7 @@ def test_gaps_are_in_rounding_errors_at_their_positions_or_at_the_median_one(pla
     wrong = [with_token(plain[0], 11, int(naive_logits(rounded, [*PROMPT, *plain[0].tokens[:11]]).argmin()))]
 
     for tie_noise, expected in ((0.1, max(0.1, 1.25 * min(farthest, 0.2))), (5.0, max(5.0, 1.25 * farthest))):
-        found = check_modes(read_answers(rounded, [*plain, *wrong], None), plain, {"other": wrong}, tie_noise=tie_noise)
+        found = check_modes(read_answers(rounded, [*plain, *wrong]), plain, {"other": wrong}, tie_noise=tie_noise)
         assert found["other"].tolerance == pytest.approx(expected, rel=2e-2)
         assert found["other"].divergences[0].tie_tolerance == pytest.approx(expected * max(errors[11], usual), rel=5e-2)
         control = found["autoregressive"]
@@ -206,7 +206,7 @@ def test_noise_of_four_rounding_errors_is_found(rounded, draft, monkeypatch):
 
     monkeypatch.setattr(Verifier, "target_tokens", noisy)
     modes = {"sound": sound, "noisy": decode(rounded, requests, decoding, draft)[0]}
-    readings = read_answers(rounded, [*plain, *modes["sound"], *modes["noisy"]], None)
+    readings = read_answers(rounded, [*plain, *modes["sound"], *modes["noisy"]])
     found = check_modes(readings, plain, modes, CHECKS.tie_noise)
     assert [found[name].is_right for name in ("autoregressive", "sound", "noisy")] == [True, True, False]
     assert found["sound"].divergences
@@ -279,8 +279,11 @@ def test_a_cache_that_loses_a_position_late_is_found_though_plain_decoding_loses
     assert section["checks"]["greedy"]["first_wrong_tokens"][0]["position"] >= 26
 
 
-def test_the_answers_of_a_cache_in_int8_are_read_through_one(target, draft):
-    config = LONG.model_copy(update={"kv_cache": "int8", "max_new_tokens": 100})
+@pytest.mark.parametrize("changes", [{"kv_cache": "int8"}, {"repetition_penalty": 1.2, "frequency_penalty": 0.3}], ids=str)
+def test_what_changes_plain_decoding_too_is_read_as_it_was_decoded(target, draft, changes, monkeypatch):
+    monkeypatch.setattr(teacher_forcing, "AT_ONCE", 30)
+    plainly = GREEDY.model_copy(update={"max_new_tokens": 100})
+    config = plainly.model_copy(update=changes)
     plain, speculative = (decode(target, requests_for(PROMPTS), config, each)[0] for each in (None, draft))
     assert verdict_of(target, plain, speculative, decoding=config) == "lossless"
-    assert verdict_of(target, plain, speculative, decoding=config.model_copy(update={"kv_cache": None})) == "not_lossless"
+    assert verdict_of(target, plain, speculative, decoding=plainly) == "not_lossless"

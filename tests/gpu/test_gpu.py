@@ -86,7 +86,7 @@ def test_a_familys_loss_and_gradient_are_the_cpus(pair, kind):
 @pytest.mark.parametrize("name", PROPOSERS)
 def test_answers_are_the_cpus_but_for_ties(real, name, temperature):
     targets, requests = real
-    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=48, temperature=temperature)
+    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=48, temperature=temperature, verification="block")
     expected, found = (decode(target, requests, config, PROPOSERS[name](target))[0] for target in targets)
     if temperature == 0:
         assert check_tokens(targets[0], expected, found, LosslessConfig().tie_noise).wrong_answers == set()

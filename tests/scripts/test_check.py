@@ -108,6 +108,16 @@ def test_both_speeds_and_the_engines_counts_of_the_prompts_alone_are_written(exp
     assert left_running(export) == []
 
 
+def test_as_it_is_served_acceptance_alone_is_counted(export, capsys):
+    sampling = ["sampling.temperature=0.7", "sampling.top_p=0.9"]
+    assert check(export, "", "--set", *sampling) == DONE  # though no token is the greedy one
+    found = result_of(export)
+    assert found["sampling"] == {"temperature": 0.7, "top_p": 0.9, "top_k": None, "min_p": None}
+    assert list(found["sampled_per_prompt"].values()) == [[8, 4], [8, 4]]
+    assert "at temperature 0.7" in capsys.readouterr().out
+    assert run(export / "draft", "--engine", "transformers", "--out", export / "out", "--set", *sampling) == BAD_INPUT
+
+
 @pytest.mark.parametrize(
     ("plain", "drafted", "code", "verdict", "passed"),
     [

@@ -18,12 +18,13 @@ from heads.proposers.lookup import LookupFirst, PromptLookup
 
 VOCAB, PROMPT, DEPTH = 4, (1, 2), 3
 AT_ONCE = 5_000
-SAMPLED = DecodeConfig(num_speculative_tokens=3, max_new_tokens=DEPTH + 2, temperature=1.2)
+SAMPLED = DecodeConfig(num_speculative_tokens=3, max_new_tokens=DEPTH + 2, temperature=1.2, verification="block")
 TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [1, 0, 0]]
 
 
 def with_tree(candidates):
-    return SAMPLED.model_copy(update={"tree": StaticTree(kind="static", paths=TREE, candidates=candidates)})
+    tree = StaticTree(kind="static", paths=TREE, candidates=candidates)
+    return SAMPLED.model_copy(update={"tree": tree, "verification": "token"})
 
 
 CASES = {
@@ -33,12 +34,13 @@ CASES = {
     "chain, token, stopping": SAMPLED.model_copy(
         update={"verification": "token", "stopping": ConfidenceStopping(rule="confidence", threshold=0.37)}
     ),
-    "chain, match": SAMPLED.model_copy(update={"verification": "match"}),
+    "chain, block, penalties": SAMPLED.model_copy(update={"min_p": 0.1, "repetition_penalty": 1.8, "frequency_penalty": -1.0}),
+    "chain, one_hot": SAMPLED.model_copy(update={"verification": "one_hot"}),
     "tree, without_replacement": with_tree("without_replacement"),
     "tree, with_replacement": with_tree("with_replacement"),
     "tree, k_seq": with_tree("k_seq"),
     "tree, without_replacement, top_p": with_tree("without_replacement").model_copy(update={"top_p": 0.6}),
-    "tree, match": with_tree("without_replacement").model_copy(update={"verification": "match"}),
+    "tree, one_hot": with_tree("without_replacement").model_copy(update={"verification": "one_hot"}),
     "lookup or chain, token": SAMPLED.model_copy(update={"verification": "token"}),
     "lookup or chain, block": SAMPLED,
 }
@@ -75,7 +77,17 @@ def sample(target, draft, config, number, prompt_ids="s", *, lookup=None):
     return counts, rounds
 
 
-def naive_distribution(logits, temperature, top_k=None, top_p=None):
+def naive_penalised(logits, prompt, answer, settings):
+    """One row of logits less their tokens' penalties, in plain Python."""
+    scale, once, each_time = settings.repetition_penalty or 1.0, settings.presence_penalty or 0, settings.frequency_penalty or 0
+    found = list(logits)
+    for token in {*prompt, *answer}:
+        found[token] = found[token] / scale if found[token] > 0 else found[token] * scale
+        found[token] -= each_time * answer.count(token) + once * (token in answer)
+    return found
+
+
+def naive_distribution(logits, temperature, top_k=None, top_p=None, min_p=None):
     """The distribution of one row of logits, in plain Python and float64."""
     values = [value / temperature for value in logits]
     order = sorted(range(len(values)), key=lambda index: -values[index])
@@ -89,5 +101,7 @@ def naive_distribution(logits, temperature, top_k=None, top_p=None):
                 break
             chosen[index] = weights[index]
             mass += weights[index] / total
-        weights, total = chosen, sum(chosen.values())
+        weights = chosen
+    weights = {index: weight for index, weight in weights.items() if weight >= (min_p or 0.0) * max(weights.values())}
+    total = sum(weights.values())
     return [weights.get(index, 0.0) / total for index in range(len(values))]

@@ -139,7 +139,7 @@ def head_of(kind, target):
 def run_under_way(kind, target, temperature):
     """Return a batch of one prompt that a family drafts for, after its first round."""
     proposer = FAMILIES[kind].propose(serve(head_of(kind, target), target.model), target.device)
-    config = DecodeConfig(num_speculative_tokens=NUM_DRAFTS, max_new_tokens=60, temperature=temperature)
+    config = DecodeConfig(num_speculative_tokens=NUM_DRAFTS, max_new_tokens=60, temperature=temperature, verification="block")
     run = BatchRun(target, [Request(prompt_id="a", category="", tokens=PROMPT)], config, proposer)
     with torch.inference_mode():
         run.prefill()

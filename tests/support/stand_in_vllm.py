@@ -32,6 +32,8 @@ def answer(body):
     tokens = answers[said]["tokens"][: body["max_tokens"]]
     if behaviour in CHANGED and said.endswith("?"):
         tokens[WRONG_AT:] = map(CHANGED[behaviour], tokens[WRONG_AT:])
+    if body["temperature"]:  # other tokens than the greedy ones
+        tokens = [(token + 20) % 60 for token in tokens]
     pieces, tokens = [tokens[:1]], tokens[1:]
     while tokens:
         stay = 0 if behaviour == "useless" else min(rounds % (drafts + 1), len(tokens) - 1)
@@ -76,7 +78,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert self.path == "/v1/chat/completions"
-        assert (body["temperature"], body["stream"], body["return_token_ids"], body["model"]) == (0, True, True, "m")
+        assert (body["stream"], body["return_token_ids"], body["model"]) == (True, True, "m")
+        assert (body["temperature"], body["top_p"], body["top_k"]) in ((0, 1, -1), (0.7, 0.9, -1))
         if behaviour == "dies":
             os._exit(9)
         self.send_response(200)

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field
 
 from configs.schema.base import Dtype, NonNegativeFloat, PositiveFloat, PositiveInt, Settings, unless_once
+from configs.schema.decoding import SamplingConfig
 from configs.schema.target import TargetConfig
 
 # What an id of a hidden state in a draft's config means: a block's output (SGLang, SpecForge, z-lab, transformers), or h_i as
@@ -51,11 +52,17 @@ class CheckConfig(Settings):
     max_new_tokens: PositiveInt = 64
     # None: float32 on a CPU, in which answers should be the same; elsewhere vLLM's own choice, bfloat16 in transformers
     dtype: Dtype | None = None
+    # As it is served, above temperature 0, in vLLM: its acceptance is counted after the greedy answers. None: greedy only
+    sampling: SamplingConfig | None = None
     chat_template: str | None = None  # as target.chat_template; None: the target's own
     chat_template_kwargs: dict[str, bool | int | float | str] | None = None  # as target.chat_template_kwargs
     trust_remote_code: bool = False  # as target.trust_remote_code
     start_seconds: PositiveFloat = 900.0  # for a server to be ready
     answer_seconds: PositiveFloat = 600.0  # without a word from a server
+
+    def objections(self) -> Iterator[str]:
+        if self.sampling is not None and self.sampling.temperature == 0:
+            yield "sampling.temperature must be above 0: answers at 0 are compared in any case"
 
     def target_at(self, place: str) -> TargetConfig:
         """Return the target in a folder or of a Hub id, with its chat template."""

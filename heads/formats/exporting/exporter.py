@@ -22,6 +22,7 @@ from heads.formats.exporting import converted, draft_lm, flat, mtp, speculators
 from heads.formats.exporting.source import Source, TargetFolder
 from heads.formats.layout import ExportLayout
 from heads.frozen.identity import hash_weights
+from heads.frozen.served_sampling import FILE, in_words, served_sampling
 from heads.frozen.weights import SINGLE_FILE, link_or_copy, write_weights
 from heads.metadata import hash_artifact
 from heads.proposers import suffixes, vllm_suffix_lookup
@@ -106,7 +107,7 @@ def export(
                 layout.convert(Path(scratch), folder, layout)
         sha256 = hash_artifact(source.folder)
         made = f"Made of the artifact {sha256}, to draft {source.num_speculative_tokens} tokens a round."
-        notes = [f"- {note}" for note in (*layout.notes, made)]
+        notes = [f"- {note}" for note in (*layout.notes, *_sampling_note(source.target.folder), made)]
         lines = [f"Serve with {PROGRAMS.get(engine, engine)}:", "", layout.serve(place), "", *notes]
         write_text(folder / SERVE_FILE, "\n".join(lines).rstrip() + "\n")
     return layout
@@ -116,6 +117,13 @@ def made_of(serve: str) -> tuple[str, int] | tuple[None, None]:
     """Return the hash of the artifact that an export was made of, and its drafts a round; None for one of a lookup."""
     found = MADE_OF.search(serve)
     return (None, None) if found is None else (found[1], int(found[2]))
+
+
+def _sampling_note(target: Path) -> list[str]:
+    """Say by what engines sample where a request does not name it, if the target sets more than the usual."""
+    served = in_words(served_sampling(target))
+    measured = "the draft's report is of this sampling only if it was measured with sampling_from generation_config"
+    return [f"The target's {FILE} sets {served}, which applies to requests that name none: {measured}."] if served else []
 
 
 def engines_of(kind: str) -> list[str]:

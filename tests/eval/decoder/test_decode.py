@@ -17,6 +17,7 @@ from tests.support.corrected import corrected
 from tests.support.decoding import PROMPTS, requests_for
 
 PLAIN = DecodeConfig(num_speculative_tokens=0, max_new_tokens=24)
+PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.6}
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +59,21 @@ def rounds_of(generations):
     return [round_ for generation in generations for round_ in generation.rounds]
 
 
+@pytest.mark.parametrize("penalties", [{}, PENALTIES], ids=["", "penalties"])
 @pytest.mark.parametrize(("temperature", "verification"), [(0.0, "token"), (0.8, "token"), (0.8, "block")])
-def test_a_draft_equal_to_the_target_is_always_accepted(target, temperature, verification):
-    config = DecodeConfig(num_speculative_tokens=4, max_new_tokens=21, temperature=temperature, verification=verification)
+def test_a_draft_equal_to_the_target_is_always_accepted(target, temperature, verification, penalties):
+    sampling = {"temperature": temperature, "verification": verification} | penalties
+    config = DecodeConfig(num_speculative_tokens=4, max_new_tokens=21, **sampling)
     generations, _ = decode(target, requests_for(PROMPTS), config, DraftLM(target.model, 64), measure_overlap=True)
     assert all(round_.num_accepted == len(round_.drafted) for round_ in rounds_of(generations))
     assert all(overlap == pytest.approx(1.0, abs=1e-5) for round_ in rounds_of(generations) for overlap in round_.overlap)
+
+
+def test_greedy_tokens_with_a_repetition_penalty_are_those_of_transformers(target, answers):
+    penalised = generate(target, PROMPTS, PLAIN.model_copy(update={"repetition_penalty": 1.5}))
+    for prompt, answer, unpenalised in zip(PROMPTS, penalised, answers, strict=True):
+        settings = {"max_new_tokens": 24, "do_sample": False, "repetition_penalty": 1.5, "eos_token_id": None}
+        assert target.model.generate(torch.tensor([prompt]), **settings)[0, len(prompt) :].tolist() == answer != unpenalised
 
 
 @pytest.mark.parametrize("prompt", [[], [3] * 256, [3] * 300, [3, 64], [-1]])
@@ -109,7 +119,7 @@ def test_a_draft_with_more_or_fewer_embeddings_than_the_target_has_tokens_reads_
 ):
     draft = DraftLM(tiny_llama(seed=2, vocab_size=num_rows), num_known)
     greedy = DecodeConfig(num_speculative_tokens=3, max_new_tokens=24)
-    for config in (greedy, greedy.model_copy(update={"temperature": 1.0})):
+    for config in (greedy, greedy.model_copy(update={"temperature": 1.0, "verification": "block"})):
         generations, _ = decode(target, requests_for(PROMPTS), config, draft)
         assert all(token < num_known for round_ in rounds_of(generations) for token in round_.drafted)
         assert any(token >= 20 for tokens in tokens_of(generations) for token in tokens)
@@ -170,7 +180,7 @@ def test_a_round_of_a_chain_reads_each_token_once(as_target, tiny_llama, right):
 HEALTHY, BROKEN, MARK = [[7, 12, 3], [20, 9], [31, 5, 6], [13, 11], [50, 2], [8]], [40, 5], 40
 SHAPES = {
     "greedy chain": {},
-    "sampled chain": {"temperature": 1.0},
+    "sampled chain": {"temperature": 1.0, "verification": "block"},
     "greedy tree": {"tree": StaticTree(kind="static", branching=[3, 2, 1])},
     "grown tree": {"tree": DynamicTree(kind="dynamic", num_nodes=9, width=3)},
 }

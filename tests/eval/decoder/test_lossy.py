@@ -185,15 +185,15 @@ def test_a_request_gets_the_same_tokens_in_any_batch(target, draft, codebook, ki
     assert_same_alone(target, sampled(lossy), draft, PROMPTS)
 
 
-def rounds(target, draft, lossy, tree=None):
-    config = sampled(lossy, max_new_tokens=24, temperature=2.5, tree=tree)
+def rounds(target, draft, lossy, tree=None, verification=None):
+    config = sampled(lossy, max_new_tokens=24, temperature=2.5, tree=tree, verification=verification)
     return [each.rounds for each in decode(target, requests_for(PROMPTS * 2), config, draft)[0]]
 
 
 @pytest.mark.parametrize("tree", [None, StaticTree(kind="static", branching=[2, 2, 1])])
 def test_delta_0_is_lossless_to_the_bit_and_more_delta_keeps_more(target, tiny_llama, codebook, tree):
     draft = DraftLM(tiny_llama(seed=2, spread=3.0), 64)
-    strict = rounds(target, draft, None, tree)
+    strict = rounds(target, draft, None, tree, verification=None if tree else "block")
     assert rounds(target, draft, near(codebook, 0), tree) == strict
     assert sum(map(len, rounds(target, draft, near(codebook, 0.5), tree))) < sum(map(len, strict))
 

@@ -120,6 +120,16 @@ def test_greedy_output_is_plain_greedy_output(as_target, known, name, shape):
     assert name.endswith("lookup") or stopping or is_shared or len(accepted) > 2  # or little was put to the test
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", ["draft_lm", "medusa", "eagle3", "xpress", "early_exit", "lookup_first"])
+def test_penalised_output_is_plain_output_greedy_and_with_one_hot_drafts(as_target, known, name, temperature):
+    target, prompts = as_target(known.model), PROMPTS[:3]
+    penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.5}
+    config = DecodeConfig(num_speculative_tokens=4, max_new_tokens=12, temperature=temperature, batch_size=3, **penalties)
+    alone = generate(target, prompts, config.model_copy(update={"num_speculative_tokens": 0, "batch_size": 1}))
+    assert generate(target, prompts, config, proposer_of(name, known.model)) == alone
+
+
 @pytest.mark.parametrize("name", CHAINS_ONLY)
 def test_a_tree_is_refused_where_a_proposer_drafts_chains_only(as_target, known, name):
     config = DecodeConfig(num_speculative_tokens=4, tree=SHAPES["static"])
@@ -137,10 +147,10 @@ LENGTHS = [
 ]
 # Every head with one of the rules, which know nothing of heads; the other ways of ending and choosing drafts.
 ALONE = [
-    *((name, {"verification": rule}) for name, rule in zip(HEADS, itertools.cycle(["token", "block", "match"]))),
+    *((name, {"verification": rule}) for name, rule in zip(HEADS, itertools.cycle(["token", "block", "one_hot"]))),
     *((name, {"temperature": 0.0, "tree": SHAPES["dynamic"]}) for name in ("medusa", "hydra", "eagle3", "mtp")),
-    *(("lookup_first", {"verification": rule}) for rule in ("token", "block", "match")),
-    ("draft_lm", {"stopping": ConfidenceStopping(rule="confidence", threshold=0.3)}),
+    *(("lookup_first", {"verification": rule}) for rule in ("token", "block", "one_hot")),
+    ("draft_lm", {"stopping": ConfidenceStopping(rule="confidence", threshold=0.3), "verification": "block"}),
 ]
 
 

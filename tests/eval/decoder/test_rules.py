@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -21,7 +22,9 @@ from eval.decoder.rules import (
 )
 from heads.proposers.builders import ChainBuilder
 from heads.proposers.protocol import RoundInputs
-from heads.sampling.draws import CounterRNG, draw
+from heads.sampling.draws import CounterRNG, draw, token_probabilities
+from heads.sampling.penalties import TextCounts, penalised
+from tests.support.distribution_checks import naive_penalised
 from tests.support.enumeration import (
     SIBLINGS,
     compare,
@@ -98,8 +101,46 @@ def test_distinct_candidates_are_lossless_where_the_draft_has_fewer_tokens_than_
     assert outcome.tokens_per_round - 1 <= toy.p[()][1] + toy.p[()][2] + 1e-12
 
 
-def test_sample_and_match_follows_the_targets_distribution_for_any_deterministic_draft():
+def penalised_toy(seed, penalties, prompt):
+    """Give logits of p and q after each prefix, and the toy of their distributions with naive penalties."""
+    toy, generator = random_toy(seed, num_drafts=2), torch.Generator().manual_seed(seed)
+    p_logits, q_logits = ({each: 2 * torch.randn(3, generator=generator) for each in toy.p} for _ in range(2))
+    for logits, laws in ((p_logits, toy.p), (q_logits, toy.q)):
+        for prefix, row in logits.items():
+            laws[prefix] = torch.tensor(naive_penalised(row.tolist(), prompt, prefix, penalties)).softmax(-1).tolist()
+    return p_logits, q_logits, toy
+
+
+@chain_rules
+def test_a_chain_follows_it_where_drafts_count_for_the_penalties_of_those_behind_them(rule):
+    prompt = (2, 2)
+    penalties = DecodeConfig(temperature=1.0, repetition_penalty=1.6, presence_penalty=0.4, frequency_penalty=1.1)
+    p_logits, q_logits, toy = penalised_toy(3, penalties, prompt)
+
+    def penalising(_p, _q, tokens, *others):
+        """Judge the tokens by what decoder and draft make of the logits."""
+        rows = tokens.tolist()
+        p_logits_BKV, q_logits_BKV = (
+            torch.stack([torch.stack([logits[tuple(row[:k])] for k in range(3)]) for row in rows])
+            for logits in (p_logits, q_logits)
+        )
+        texts, device = [list(prompt)] * len(rows), torch.device("cpu")
+        counts = TextCounts.of(penalties, texts, [2] * len(rows), 3, device)
+        inputs = RoundInputs.of(texts, CounterRNG(0, range(len(rows)), device), num_drafts=2)
+        chain = ChainBuilder(replace(inputs, counts=counts), penalties, None, keep_logits=False)
+        chain._drawn = lambda step, _: tokens[:, step]
+        for step in range(2):
+            chain.add(q_logits_BKV[:, step])
+        p = token_probabilities(penalised(p_logits_BKV, counts.along(tokens)), penalties)
+        return rule(p.double(), chain.proposal().probs_BGV.double(), tokens, *others)
+
+    assert enumerate_rule(penalising, toy).total_variation < 1e-6
+
+
+def test_matching_the_targets_draws_is_rejection_against_a_one_hot_draft_with_the_residual():
     toy, draft = random_toy(5), (1, 0, 2)
+    for prefix in toy.q:
+        toy.q[prefix] = [float(token == draft[min(len(prefix), 2)]) for token in range(3)]
     outcomes = []
     for draws in itertools.product(range(3), repeat=4):
         found = verify_greedy(torch.tensor([draws]), torch.tensor([draft]), torch.tensor([3]))
@@ -107,6 +148,16 @@ def test_sample_and_match_follows_the_targets_distribution_for_any_deterministic
         next_V = torch.nn.functional.one_hot(found.next_token_B[0], 3).tolist()
         outcomes.append((probability, draft[: int(found.num_accepted_B)], next_V))
     assert compare(toy, outcomes).total_variation < 1e-12
+    for kept in range(3):  # a draft stays with probability p of it, else the residual, p without it, gives the token
+        before = math.prod(toy.p[draft[:row]][draft[row]] for row in range(kept))
+        p = toy.p[draft[:kept]]
+        reached = [
+            sum(weight * next_V[token] for weight, drafts, next_V in outcomes if len(drafts) == kept) for token in range(3)
+        ]
+        assert reached == pytest.approx([0.0 if token == draft[kept] else before * p[token] for token in range(3)], abs=1e-12)
+    by_rejection = enumerate_rule(verify_tokens, toy)
+    assert by_rejection.total_variation < 1e-12
+    assert by_rejection.tokens_per_round == pytest.approx(compare(toy, outcomes).tokens_per_round, abs=1e-12)
 
 
 # --- how much is accepted -----------------------------------------------------------------------------------------

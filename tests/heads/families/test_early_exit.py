@@ -36,7 +36,7 @@ def rounds_of(target, config, proposer):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_untrained_it_drafts_as_self_speculation_does(name, temperature, as_target):
     target = as_target(checks.tiny_target(name))
-    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=16, temperature=temperature)
+    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=16, temperature=temperature, verification="block")
     expected = rounds_of(target, config, DraftLM(part_of(target.model, 0, 2), 64))
     assert rounds_of(target, config, proposer_of(target.model, stir=0.0)) == expected
     assert len({each.num_accepted for rounds in expected for each in rounds}) > 1

@@ -16,6 +16,7 @@ from heads.proposers.builders import ChainBuilder, DynamicTreeBuilder
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.protocol import RoundInputs
 from heads.sampling.draws import CounterRNG, Role, draw, token_probabilities
+from heads.sampling.penalties import TextCounts
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
 from heads.vocabulary import DraftVocabulary
 from tests.support import family_checks as checks
@@ -61,6 +62,18 @@ def test_sampled_drafts_follow_the_distribution_that_is_handed_over_with_the_raw
         assert drafted[:, step].tolist() == VOCABULARY.token_ids_W[draw(probs_BW, uniform_B1.squeeze(1))].tolist()
     torch.testing.assert_close(proposal.logits_BGV[..., VOCABULARY.token_ids_W], torch.stack(STEPS, 1))
     assert torch.isneginf(proposal.logits_BGV).sum() == 2 * 2 * 5
+
+
+@pytest.mark.parametrize("penalty", [None, 1.5])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_a_head_peeks_at_is_what_it_then_drafts(temperature, penalty):
+    sampling = DecodeConfig(temperature=temperature, frequency_penalty=penalty)
+    chain, steps = drafting(sampling), torch.stack([STEPS[0]] * 4, 1)
+    counts = TextCounts.of(sampling, [[0] * 5, [4] * 9], [2, 8], 8, torch.device("cpu"))
+    chain._counts = None if counts is None else counts.among(VOCABULARY.token_ids_W)
+    ahead = chain.peek(steps)
+    assert torch.equal(ahead, torch.stack([chain.add(logits_BW) for logits_BW in steps.unbind(1)], 1))
+    assert temperature or (len(ahead[0].unique()) > 1) == (penalty is not None)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

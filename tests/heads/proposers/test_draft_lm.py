@@ -43,7 +43,7 @@ def test_a_row_may_have_fewer_tokens_than_its_neighbour_has_to_catch_up_on(tiny_
 @pytest.mark.parametrize("tree", [None, StaticTree(kind="static", branching=[2, 1, 1])])
 def test_answers_are_those_of_the_draft_on_the_targets_device(tiny_llama, as_target, tree):
     target, model = as_target(tiny_llama(seed=1)), tiny_llama(seed=2)
-    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=12, temperature=1.0, tree=tree)
+    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=12, temperature=1.0, tree=tree, verification="token")
     away, home = (
         decode(target, requests_for(PROMPTS), config, DraftLM(model, 64, home=device), measure_overlap=True)[0]
         for device in (torch.device("cpu"), None)

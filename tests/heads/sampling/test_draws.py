@@ -19,21 +19,22 @@ from tests.support.distribution_checks import naive_distribution
 
 
 @pytest.mark.parametrize(
-    ("shape", "temperature", "top_k", "top_p"),
+    ("shape", "temperature", "cuts"),
     [
-        ((6, 12), 1.0, None, None),
-        ((6, 12), 0.5, 3, None),
-        ((6, 12), 1.3, None, 0.7),
-        ((6, 12), 0.9, 5, 0.6),
-        ((1, 3), 1.0, 99, 1e-9),
-        ((2, 3000), 5.0, None, 0.9),  # most tokens are in the nucleus; in the next case, few
-        ((2, 3000), 0.2, None, 0.9),
+        ((6, 12), 1.0, {}),
+        ((6, 12), 0.5, {"top_k": 3}),
+        ((6, 12), 1.3, {"top_p": 0.7}),
+        ((6, 12), 0.9, {"top_k": 5, "top_p": 0.6}),
+        ((6, 12), 1.1, {"top_p": 0.8, "min_p": 0.3}),
+        ((1, 3), 1.0, {"top_k": 99, "top_p": 1e-9}),
+        ((2, 3000), 5.0, {"top_p": 0.9}),  # most tokens are in the nucleus; in the next case, few
+        ((2, 3000), 0.2, {"top_p": 0.9}),
     ],
 )
-def test_the_distribution_is_the_naive_one(shape, temperature, top_k, top_p):
+def test_the_distribution_is_the_naive_one(shape, temperature, cuts):
     logits = torch.randn(shape, generator=torch.Generator().manual_seed(2))
-    distribution = token_probabilities(logits, SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p))
-    expected = torch.tensor([naive_distribution(row, temperature, top_k, top_p) for row in logits.tolist()])
+    distribution = token_probabilities(logits, SamplingConfig(temperature=temperature, **cuts))
+    expected = torch.tensor([naive_distribution(row, temperature, **cuts) for row in logits.tolist()])
     assert torch.equal(distribution > 0, expected > 0)
     torch.testing.assert_close(distribution, expected.float(), atol=1e-6, rtol=1e-4)
 

@@ -5,6 +5,7 @@ import json
 import shlex
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,9 +28,12 @@ def config_of(folder):
     return json.loads((folder / "config.json").read_text())
 
 
-def test_a_reduced_vocabulary_is_written_as_offsets_and_a_whole_one_as_each_engine_wants_it(write):
+def test_a_reduced_vocabulary_is_written_as_offsets_and_a_whole_one_as_each_engine_wants_it(write, tmp_path):
     written = write(EAGLE, vocabulary=checks.SOME_TOKENS)
+    written.target_folder = Path(shutil.copytree(written.target_folder, tmp_path / "target"))
+    (written.target_folder / "generation_config.json").write_text('{"repetition_penalty": 1.05, "do_sample": false}')
     export(written.source(dtype=torch.bfloat16), "vllm", written.out)
+    assert "repetition_penalty 1.05" in (written.out / SERVE_FILE).read_text()
     tensors = load_file(written.out / WEIGHTS_FILE)
     assert torch.equal(tensors["fc.weight"], written.head.fc.weight.bfloat16())
     assert config_of(written.out)["dtype"] == "bfloat16"
