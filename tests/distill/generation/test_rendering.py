@@ -24,7 +24,7 @@ RESULT = {"role": "tool", "content": 'is "4"', "tool_call_id": "1"}
 @pytest.fixture(scope="module")
 def in_family(byte_target, tiny_llama):
     """A function that returns a target with the template and the special tokens of a family."""
-    model = tiny_llama(vocab_size=8, max_position_embeddings=2048)
+    model = tiny_llama(vocab_size=400, max_position_embeddings=2048)
 
     def make(family):
         tokenizer = copy.deepcopy(byte_target.tokenizer)
