@@ -21,7 +21,7 @@ from scripts.watch.reading import Point, Run, Stage, find_run, read_run
 SECONDS_BETWEEN_LOOKS = 2.0
 SHOWN_EVALUATIONS = 8
 VERDICTS = {GATE_FAILED: "fail", INCONCLUSIVE: "inconclusive"}  # of stages that judge, by their codes
-RESULTS = ("eval/report.html", "eval/gate.md", "export/*/serve.txt")
+RESULTS = ("eval/report.html", "eval/gate.md", "export/**/serve.txt")
 RESUME = "run the same command to resume"
 
 
