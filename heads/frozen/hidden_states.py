@@ -26,7 +26,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from configs.runtime.errors import InputError
-from heads.device import Rows
+from heads.device import Rows, keeps_small_tensors_near
 from heads.inference.causal_lm import MediaInputs, forward_rows, head_logits, read_documents
 from heads.inference.kv_cache import RowCache
 from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
@@ -43,6 +43,7 @@ ON_TEXT = {
     "glm4v_moe_text": "glm4_moe",
 }
 ALWAYS_SET = {"qwen3_moe": {"norm_topk_prob": True}}  # what text parts do without a setting of it
+LONG_ROW = 2048  # tokens of a packed row that a CPU reads a document at a time: a mask of all its pairs grows by the square
 NOT_BY_BLOCK = ("_id", "_ids", "architectures")  # endings of keys whose lists may have as many entries by chance
 
 
@@ -199,9 +200,28 @@ def read_states(
     media: MediaInputs | None = None,
 ) -> TargetStates:
     """Return the target's states over whole rows (`heads.inference.causal_lm.read_documents`)."""
+    if packed_positions_BT is not None and reads_by_document(ids_BT.shape[1], on_cpu=keeps_small_tensors_near(ids_BT.device)):
+        rows = []
+        for ids_T, positions_T in zip(ids_BT, packed_positions_BT, strict=True):
+            starts_D = (positions_T == 0).nonzero().squeeze(1)
+            documents = ids_T.tensor_split(starts_D[1:].tolist())
+            rows.append(_joined([read_states(model, each.unsqueeze(0), taps) for each in documents], dim=1))
+        return _joined(rows, dim=0)
     with torch.autocast(model.device.type, enabled=False), tapped(model, taps) as seen:
         final_BTE = read_documents(model, ids_BT, packed_positions_BT, media)
     return TargetStates(final_BTE=final_BTE, taps_ABTE=tuple(seen[tap] for tap in taps))
+
+
+def reads_by_document(row_length: int, *, on_cpu: bool) -> bool:
+    """Return whether the documents of a packed row are read one by one."""
+    return on_cpu and row_length >= LONG_ROW
+
+
+def _joined(parts: Sequence[TargetStates], dim: int) -> TargetStates:
+    taps = zip(*(each.taps_ABTE for each in parts), strict=True)
+    return TargetStates(
+        final_BTE=torch.cat([each.final_BTE for each in parts], dim), taps_ABTE=tuple(torch.cat(each, dim) for each in taps)
+    )
 
 
 def causal_config(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
 from configs.schema.commands.planning import PlanConfig, PlanHeadsConfig, WorkloadConfig
@@ -23,7 +24,7 @@ from distill.cache.writer import layout_of
 from distill.dataset.batches import ConversationDataset
 from distill.dataset.conversations import open_conversations
 from distill.loss.fused import rows_of_chunk
-from heads.frozen.hidden_states import blocks, num_blocks
+from heads.frozen.hidden_states import blocks, num_blocks, reads_by_document
 from heads.modules.layers import shape_like
 from train.plan.models import PlannedModels, count, draft_work, frozen_copies, plan_models
 
@@ -158,9 +159,29 @@ def memory_of(config: PlanConfig, models: PlannedModels, label_share: float) -> 
         # Of a row that becomes logits also the state, and its gradient from the chunked loss.
         "draft activations": math.ceil(positions * (work.kept_bytes + work.judged_rows * models.draft_width * (size + WIDE))),
         "target activations": positions * states,
+        "attention masks": mask_bytes(config, models),
         "loss logits": rows_of_chunk(config.loss.chunk_size, on_cpu=config.hardware.on_cpu) * (of_draft + of_target),
         "held-out keys and values": kv_tokens * kv_of_token,
     }
+
+
+def mask_bytes(config: PlanConfig, models: PlannedModels) -> int:
+    """Return the bytes of masks of all pairs of a row's positions: where rows are packed, and of a head that is an MTP block.
+
+    A pair takes a boolean, and a number in the attention that reads it, which every layer keeps for its backward.
+    """
+    data, row = config.data, config.data.row_length or config.data.max_length
+    of_target, of_draft = 0, 0
+    if data.packing and data.cache is None and not reads_by_document(row, on_cpu=config.hardware.on_cpu):
+        of_target = 1 + models.target.dtype.itemsize
+    size = 2 if config.schedule.mixed_precision != "no" else WIDE
+    if isinstance(models.draft, PreTrainedModel):
+        kept = 1 if config.schedule.activation_checkpointing else num_blocks(models.draft)
+        of_draft = (1 + size * kept) * data.packing
+    elif isinstance(config, PlanHeadsConfig) and config.head.kind == "mtp":  # a square for each depth so far
+        squares = range(0 if data.packing else 1, config.head.num_depths)
+        of_draft = (1 + size) * sum(number + 1 for number in squares)
+    return config.schedule.batch_size * row**2 * max(of_target, of_draft)
 
 
 def try_engines(config: PlanConfig, models: PlannedModels, memory: Mapping[str, int]) -> list[Fit]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from configs.runtime.errors import InputError
+from heads.frozen import hidden_states
 from heads.frozen.hidden_states import blocks, check_taps, final_norm, final_norm_scale, read_states, tapped
 from heads.frozen.placement import own_copy
 from heads.inference.causal_lm import head_logits
@@ -26,6 +27,20 @@ def test_taps_are_the_hidden_states_of_transformers(name):
     torch.testing.assert_close(states.final_BTE, theirs.hidden_states[4], rtol=0, atol=0)
     torch.testing.assert_close(final_norm(model)(states.taps_ABTE[4]), states.final_BTE)
     torch.testing.assert_close(head_logits(model, states.final_BTE), theirs.logits)
+
+
+@TARGETS
+def test_the_documents_of_a_long_packed_row_are_read_one_by_one(name, monkeypatch):
+    model, positions_BT = checks.tiny_target(name), torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 0, 0]])
+    whole, lengths, read = read_states(model, IDS_BT, [1, 3], positions_BT), [], hidden_states.read_documents
+    monkeypatch.setattr(hidden_states, "LONG_ROW", 8)
+    monkeypatch.setattr(
+        hidden_states, "read_documents", lambda model, ids, *more: lengths.append(ids.shape[1]) or read(model, ids, *more)
+    )
+    apart = read_states(model, IDS_BT, [1, 3], positions_BT)
+    torch.testing.assert_close((apart.final_BTE, *apart.taps_ABTE), (whole.final_BTE, *whole.taps_ABTE))
+    assert lengths == [3, 5, 6, 1, 1]
+    assert torch.equal(read_states(model, IDS_BT, []).final_BTE, read(model, IDS_BT, None))
 
 
 def hooks(model):

@@ -3,13 +3,16 @@
 import dataclasses
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from configs.schema.commands.planning import PlanDistillConfig, PlanHeadsConfig
 from configs.schema.training import StudentConfig
 from distill.student.init import initial_draft, keep_layers
+from heads.inference.causal_lm import read_documents
 from tests.support.family_configs import tiny_model
 from tests.support.tiny_heads import HEADS
+from tests.support.training_runs import kept_bytes
 from train.plan.models import count, frozen_copies, plan_models
 from train.plan.plan import GIBIBYTE, HEADROOM, make_plan
 
@@ -76,6 +79,26 @@ def test_a_packed_row_is_counted_whole(folder):
     data = {"max_length": 100, "packing": True}
     packed, padded = (planned(folder, data=each) for each in (data, {"max_length": 100}))
     assert packed.memory["target activations"] == 4 * padded.memory["target activations"]
+
+
+def test_masks_of_all_pairs_are_counted_where_a_step_has_them(folder, greedy_target):
+    """What a packed step keeps beyond a step of one document is, but for the tokens' positions, its masks."""
+    data, batch = {"max_length": 128, "pack_length": 512, "packing": True}, torch.arange(512).unsqueeze(0) % 64
+    settings = {"data": data, "schedule": {"batch_size": 1, "mixed_precision": "no"}, "workload": WORK}
+    plan = make_plan(distilled(folder, student={"layers": [0, 1]}, **settings))
+    draft = keep_layers(greedy_target.model, [0, 1]).float().train().requires_grad_(True)
+    positions = torch.arange(512).unsqueeze(0) % 128
+    packed, whole = (kept_bytes(lambda each=each: read_documents(draft, batch, each)) for each in (positions, None))
+    assert plan.memory["attention masks"] == pytest.approx(packed - whole, rel=0.15)
+
+    def of_heads(kind, **changes):
+        return make_plan(heads(folder, kind, **settings | changes)).memory["attention masks"]
+
+    long = {"data": {"max_length": 2048, "pack_length": 8192, "packing": True}}
+    assert of_heads("eagle3") == 512**2 * 5
+    assert of_heads("eagle3", **long) == 8192**2 * 5
+    assert of_heads("eagle3", **long, hardware={"preset": "laptop_cpu"}) == 0  # there the target reads a document at a time
+    assert of_heads("mtp", data={"max_length": 512}) == 512**2 * 5 * (2 + 3)
 
 
 @pytest.mark.parametrize("name", ["gemma4_text", "deepseek_v3", "jamba", "mamba2"])
