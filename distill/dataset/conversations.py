@@ -61,6 +61,7 @@ class Conversation:
     answer_ids: TokenIds  # everything the target wrote, its end-of-text token included
     ended: Annotated[bool, Strict()]  # False: cut off at the longest length allowed
     tools: tuple[dict[str, Any], ...] = ()  # that the assistant may call
+    of_ids: Annotated[bool, Strict()] = False  # its messages are spelled in token ids
     media_prompt: MediaPrompt | None = None  # of a prompt with images or sounds, whose places are in `prompt_ids`
     earlier: tuple[Span, ...] = ()  # where answers to the turns just before lie in `prompt_ids`, if they are learnt here
 
@@ -73,7 +74,7 @@ class Conversation:
 
     def to_line(self) -> str:
         """Return the row as one line of JSON, all but ASCII escaped: some readers end a line at U+2028."""
-        optional = ("tools", "media_prompt", "earlier")
+        optional = ("tools", "of_ids", "media_prompt", "earlier")
         values = {name: value for name, value in asdict(self).items() if value or name not in optional}
         return json.dumps(values) + "\n"
 

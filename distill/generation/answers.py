@@ -21,6 +21,7 @@ from configs.schema.data import AnswersConfig
 from distill.dataset.conversations import Conversation, Message
 from distill.generation.bad_rows import BadRow, LeftOut
 from distill.generation.continuation import Request, TargetSource, continue_requests, up_to_end
+from distill.generation.id_rows import spelled
 from distill.generation.prompts import NOT_ENCODED, Prompt, encode_prompt
 from distill.generation.rendering import Omissions, answer_text, ends_in_thinking, message_of
 from distill.generation.turns import answer_of, said_since, turns_of
@@ -74,7 +75,7 @@ class Dialogue:
         prompt = self.turns[self._turn]
         self._said += said_since(self.turns, self._turn)
         tools, media, longest = prompt.tools, prompt.media, self.target.max_positions
-        self._asked = tuple(self.target.encode_chat(self._said, tools=tools, media=media))
+        self._asked = tuple(prompt.encode(self.target, prompt.text_of(self.target, self._said)))
         if len(self._asked) >= longest:
             self._go_on(NO_ROOM, None)
             return None
@@ -92,9 +93,9 @@ class Dialogue:
         if isinstance(answer, str):
             self._go_on(answer, given)
             return
-        own = message_of(self.target.tokenizer, answer)
-        prompt, messages = self.turns[self._turn], (*self._said, own)
-        outcome = _conversation(self.target, prompt, self._turn, messages, self._asked, answer)
+        prompt = self.turns[self._turn]
+        own = {"role": "assistant", "content": spelled(answer)} if prompt.of_ids else message_of(self.target.tokenizer, answer)
+        outcome = _conversation(self.target, prompt, self._turn, (*self._said, own), self._asked, answer)
         if isinstance(outcome, str):
             self._go_on(outcome, given)
             return
@@ -234,9 +235,9 @@ def _existing(
 ) -> Conversation | str:
     """Return a turn with the answer that it brings, or the reason why it is dropped; `BadRow` where it has no tokens."""
     prompt_ids, messages = encode_prompt(target, prompt), (*prompt.messages, answer)
-    asked = target.chat_text(prompt.messages, tools=prompt.tools, media=prompt.media)
+    asked = prompt.text_of(target, prompt.messages)
     try:
-        whole = target.chat_text(messages, tools=prompt.tools, answer_follows=False, media=prompt.media)
+        whole = prompt.text_of(target, messages, answer_follows=False)
     except InputError as error:
         raise BadRow(NOT_ENCODED, f"prompt {prompt.prompt_id}: {error}", prompt.where) from error
     text = answer_text(asked, whole, messages)
@@ -244,7 +245,7 @@ def _existing(
         tails = f"the prompt ends in {asked[-40:]!r}, the answered chat in {whole[-80:]!r}"
         raise BadRow(NOT_A_CONTINUATION, f"prompt {prompt.prompt_id}: {tails}, which does not continue it", prompt.where)
     omissions.note(asked + text, messages, prompt.tools, prompt.where)
-    ids = target.encode(asked + text, prompt.media)
+    ids = prompt.encode(target, asked + text)
     # Where the tokenizer merges the prompt's end with the answer's beginning, the target would still write the latter alone.
     answer_ids = ids[len(prompt_ids) :] if tuple(ids[: len(prompt_ids)]) == prompt_ids else target.encode(text)
     room = target.max_positions - len(prompt_ids)
@@ -272,6 +273,7 @@ def _conversation(
         turn=turn,
         messages=messages,
         tools=prompt.tools,
+        of_ids=prompt.of_ids,
         prompt_ids=prompt_ids,
         answer_ids=tuple(answer_ids),
         ended=ended,

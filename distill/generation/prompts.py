@@ -19,6 +19,7 @@ from typing import Any
 from configs.runtime.errors import InputError
 from distill.dataset.conversations import Message, folded_text, media_names, text_hash
 from distill.generation.bad_rows import TOO_LONG, BadRow, LeftOut
+from distill.generation.id_rows import ids_in
 from distill.generation.rendering import Omissions
 from heads.frozen.loading import Target
 
@@ -48,6 +49,7 @@ class Prompt:
     turn_keys: Message = field(default_factory=dict)
     answer: str | None = field(default=None, compare=False)  # the data set's own, ignored by comparisons
     answer_keys: Message = field(default_factory=dict, compare=False)  # what else its message has: reasoning, calls of tools
+    of_ids: bool = False  # its messages are spelled in token ids (`distill.generation.id_rows`)
     where: str = field(default="", compare=False)  # file and line, for messages
     num_tokens: int = field(default=0, compare=False)  # up to the first answer, in the target's chat template; 0: not counted
 
@@ -58,7 +60,7 @@ class Prompt:
 
     def below(self, system: str | None) -> Prompt:
         """Return the prompt after this system message, if any is given and it has none."""
-        if system is None or any(message["role"] == "system" for message in self.history):
+        if system is None or self.of_ids or any(message["role"] == "system" for message in self.history):
             return self
         return replace(self, history=({"role": "system", "content": system}, *self.history))
 
@@ -77,6 +79,16 @@ class Prompt:
         said, media = self._said, media_names(self.media)
         return ["\n".join([*said, *self.turns[1 : number + 1], *media]) for number in range(len(self.turns))]
 
+    def text_of(self, target: Target, messages: Sequence[Message], *, answer_follows: bool = True) -> str:
+        """Return the text of a chat with its tools and media in the target's template, or the ids that it is spelled in."""
+        if self.of_ids:
+            return "\n".join(message["content"] for message in messages)
+        return target.chat_text(messages, tools=self.tools, answer_follows=answer_follows, media=self.media)
+
+    def encode(self, target: Target, text: str) -> list[int]:
+        """Return the token ids of such a text."""
+        return ids_in(text, target.vocab_size) if self.of_ids else target.encode(text, self.media)
+
     @property
     def _said(self) -> list[str]:
         return [message["content"] for message in self.messages if message["role"] == "user"]
@@ -90,8 +102,8 @@ def encode_prompt(
     `BadRow` where there are none, or too many; `omissions` notes what the template leaves out.
     """
     try:
-        text = target.chat_text(prompt.messages, tools=prompt.tools, media=prompt.media)
-        ids = target.encode(text, prompt.media)
+        text = prompt.text_of(target, prompt.messages)
+        ids = prompt.encode(target, text)
     except InputError as error:
         raise BadRow(NOT_ENCODED, f"prompt {prompt.prompt_id}: {error}", prompt.where) from error
     if len(ids) >= target.max_positions or len(ids) > (max_tokens or len(ids)):

@@ -5,7 +5,7 @@
                whose responses are not read, or inside `body`, as of OpenAI's batch files
     sharegpt   conversations: {from, value}, or {role, content} as of SpecForge and speculators [tools]; a `function_call` is a
                call of a tool, an `observation` its result
-    ids        prompt_ids [sample, answer_ids], token ids; several rows of one prompt are told apart by `sample`
+    ids        prompt_ids [sample, answer_ids], or input_ids and loss_mask (`distill.generation.id_rows`)
     column     a column that the config names: a text, a list of turns, or messages [a second one with the answer]
 
 Parts are texts and, in what the user says, images and sounds: {type: image_url, image_url: {url}} and {type: input_audio,
@@ -28,12 +28,14 @@ from dataclasses import replace
 from typing import Any
 
 from distill.generation.bad_rows import BadRow
+from distill.generation.id_rows import chat_in_ids
 from distill.generation.prompts import UNCATEGORISED, Prompt
 from heads.frozen.tokenizer import OBJECT, SOUND
 
 COLUMN, COLUMN_NAME = "column", "prompt"  # the form, and the column where none is named
 # The key by which a row is recognised -> its form, tried in this order.
 FORMS = {
+    "loss_mask": "ids",
     "turns": "turns",
     "messages": "messages",
     "request": "messages",
@@ -109,16 +111,14 @@ def _prompt(row: Mapping[str, Any], format: str, columns: tuple[str, str | None]
         messages = _value(chat, "messages", setting)
         if chat.get("continue_final_message"):
             raise BadRow("open_answer", "the request continues its last message (continue_final_message); leave the row out")
-        return _chat(messages, chat.get("tools"))
+        return replace(_chat(messages, chat.get("tools")), of_ids=bool(row.get("of_ids")))
     if format == "sharegpt":
         said = row["conversations"]
         if not isinstance(said, list) or not all(isinstance(each, dict) for each in said):
             raise BadRow("messages", f"conversations must be a list of objects, got {str(said)[:60]!r}")
         return _chat([_from_sharegpt(each) for each in said], row.get("tools"))
     if format == "ids":
-        sample = f" #{row['sample']}" if row.get("sample") is not None else ""
-        answer = None if row.get("answer_ids") is None else _spelled(row["answer_ids"], "answer_ids")
-        return _turns([_spelled(_value(row, "prompt_ids", setting), "prompt_ids") + sample], answer)
+        return replace(_chat(chat_in_ids(row)), of_ids=True)
     key, answer_key = columns if format == COLUMN else (format, None)
     asked, answer = _value(row, key, setting), None if answer_key is None else _value(row, answer_key, setting)
     is_chat = isinstance(asked, list) and bool(asked) and isinstance(asked[0], dict)
@@ -243,12 +243,6 @@ def _parse_tools(value: Any) -> list[Any]:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadRow("tools", f"tools must be a list of objects such as {{type, function}}, got {str(value)[:60]!r}")
     return tools
-
-
-def _spelled(ids: Any, key: str) -> str:
-    if not isinstance(ids, list) or not ids or not all(type(token) is int and token >= 0 for token in ids):
-        raise BadRow("ids", f"{key} must be a list of token ids, at least one, got {str(ids)[:60]!r}")
-    return " ".join(map(str, ids))
 
 
 def _with_parsed_arguments(call: Any) -> Any:

@@ -175,8 +175,8 @@ def _prompt(row: dict[str, Any], settings: PromptsConfig, where: str) -> Prompt:
 
 def _check_can_be_asked(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
     """Refuse a conversation that is not texts alone, or that the chat template refuses: the target would stop at it later."""
-    if prompt.media:
-        raise InputError(f"{where}: the conversation has images or sounds, and a log is taken for its texts only")
+    if prompt.media or prompt.of_ids:
+        raise InputError(f"{where}: the conversation has images, sounds or token ids, and a log is taken for its texts only")
     try:
         in_template(tokenizer, tokenizer.name_or_path, prompt.messages, tools=prompt.tools).encode()
     except ValueError as error:  # also of half of a character that was cut in two, which has no tokens

@@ -177,7 +177,7 @@ def mask_bytes(config: PlanConfig, models: PlannedModels) -> int:
     size = 2 if config.schedule.mixed_precision != "no" else WIDE
     if isinstance(models.draft, PreTrainedModel):
         kept = 1 if config.schedule.activation_checkpointing else num_blocks(models.draft)
-        of_draft = (1 + size * kept) * data.packing
+        of_draft = (1 + size * kept) * bool(data.packing)
     elif isinstance(config, PlanHeadsConfig) and config.head.kind == "mtp":  # a square for each depth so far
         squares = range(0 if data.packing else 1, config.head.num_depths)
         of_draft = (1 + size) * sum(number + 1 for number in squares)

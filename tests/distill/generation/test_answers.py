@@ -5,6 +5,7 @@ import torch
 
 from configs.runtime.errors import InputError
 from configs.schema.data import AnswersConfig
+from distill.dataset.conversations import share_rows
 from distill.generation.answers import (
     EMPTY,
     NO_ROOM,
@@ -14,9 +15,9 @@ from distill.generation.answers import (
     Dialogue,
     existing_answers,
 )
-from distill.generation.bad_rows import LeftOut
+from distill.generation.bad_rows import BadRow, LeftOut
 from distill.generation.continuation import TargetSource
-from distill.generation.prompts import Prompt, fit_prompts
+from distill.generation.prompts import Prompt, encode_prompt, fit_prompts
 from distill.generation.row_forms import read_row
 from distill.generation.sources import check_given
 from distill.generation.turns import answer_of, said_since, turns_of
@@ -151,6 +152,25 @@ def test_a_chat_goes_on_from_the_targets_answer_or_from_its_sources(byte_target)
     assert taken(byte_target, chats[1], f"Own.{end}", "x") == ([first, [*first, CALL, RESULT]], {})
     plain = Prompt(prompt_id="p", category="c", turns=("hi", "and?", "so?"))
     assert taken(byte_target, plain, None) == ([[HI]], {EMPTY: 1, UNREACHED: 2})
+
+
+def of_ids(ids, mask):
+    return read_row({"input_ids": ids, "loss_mask": mask, "id": "p"}, "ids", "row 0", setting="prompts.field")
+
+
+def test_a_row_of_ids_is_read_as_it_was_served(byte_target):
+    prompt, left_out = of_ids([9, 3, 2, 8, 8, 4, 7], [0, 1, 1, 0, 0, 1, 0]), LeftOut()
+    turns = existing_answers(byte_target, None, left_out).rows_of(prompt)
+    assert [(turn.prompt_ids, turn.answer_ids) for turn in turns] == [((9,), (3, 2)), ((9, 3, 2, 8, 8), (4,))]
+    (row,) = share_rows(turns)
+    assert (row.spans, row.of_ids) == (((1, 3), (5, 6)), True)
+    dialogue = Dialogue(byte_target, prompt, 100)
+    assert dialogue.ask().prompt_ids == (9,)
+    dialogue.take([5, byte_target.tokenizer.eos_token_id])
+    assert dialogue.ask().prompt_ids == (9, 5, byte_target.tokenizer.eos_token_id, 8, 8)
+    assert Prompt.below(prompt, "system") is prompt
+    with pytest.raises(BadRow, match="vocabulary"):
+        encode_prompt(byte_target, of_ids([byte_target.vocab_size, 3], [0, 1]))
 
 
 def test_two_processes_write_what_one_writes_and_answers_of_another_job_are_written_again(job):

@@ -10,7 +10,13 @@ import pytest
 from configs.runtime.errors import InputError
 from configs.schema.data import AnswersConfig, DataConfig, PromptsConfig
 from configs.schema.evaluation import SuiteConfig
-from distill.dataset.conversations import check_written_for, is_written_by_target, read_conversations
+from distill.dataset.conversations import (
+    check_held_out,
+    check_written_for,
+    is_written_by_target,
+    open_conversations,
+    read_conversations,
+)
 from distill.generation import make_dataset as making
 from distill.generation.bad_rows import LeftOut
 from distill.generation.make_dataset import make_dataset
@@ -117,6 +123,24 @@ def test_rows_that_are_no_prompts_are_counted_in_the_manifest_and_a_data_sets_ow
     counts = json.loads(files["manifest.json"])["counts"]
     assert counts["dropped"] == {"empty": 1, "no_question": 1, "too_long": 1}
     assert (counts["prompts"], counts["train"]["cut_off"] + counts["held_out"]["cut_off"]) == (12, 0)
+
+
+def test_a_turn_that_chats_of_both_sides_begin_with_is_trained_on_alone(config, tmp_path):
+    """More than ten chats open alike, which is taken for a template: the split then goes by all that each says."""
+    hi, hello = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello."}
+    path, chats = (
+        tmp_path / "chats.jsonl",
+        [[hi, hello, {"role": "user", "content": f"and {number}"}, hello] for number in range(40)],
+    )
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    answers = config.answers.model_copy(update={"written_by": "dataset"})
+    prompts = config.prompts.model_copy(update={"path": str(path)})
+    counts = json.loads(made(config, answers=answers, prompts=prompts)["manifest.json"])["counts"]
+    train, held_out = (open_conversations(Path(config.output) / name) for name in ("train.jsonl", "held_out.jsonl"))
+    check_held_out(train, held_out)
+    assert {row.turn for row in held_out} == {1}
+    assert counts["held_out"]["also_in_train"] == len(held_out)
+    assert counts["train"]["answers"] == 2 * len(train)
 
 
 def test_self_seeded_prompts_survive_an_interruption(config, monkeypatch):

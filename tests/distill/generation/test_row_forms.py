@@ -14,6 +14,7 @@ PARTS = {"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "te
 
 # The key by which a row is known -> a row, the turns that it asks, and its answer.
 ROWS = {
+    "loss_mask": ({"input_ids": [9, 3, 2, 8, 4, 7], "loss_mask": [0, 1, 1, 0, 1, 0]}, ("8",), "4"),
     "turns": ({"turns": ["Hi", "And?"], "reference": ["a", "b"]}, ("Hi", "And?"), None),
     "messages": ({"messages": [PARTS, ASSISTANT]}, ("Hi",), "Hello"),
     "request": ({"request": {"model": "m", "messages": [PARTS]}, "response": {"id": "r"}}, ("Hi",), None),
@@ -42,6 +43,19 @@ def test_each_form_is_known_by_its_key_and_asks_its_prompt(key):
     prompt = parsed({**row, "category": "odd"})
     assert (prompt.turns, prompt.answer, prompt.category) == (turns, answer, "odd")
     assert parsed({**row, "id": "", "category": ""}, default_id="row-0") == parsed(row, default_id="row-0")
+
+
+def test_a_row_of_ids_is_a_chat_of_what_was_read_and_what_was_written():
+    row, *_ = ROWS["loss_mask"]
+    prompt, messages = parsed(row), [{"role": "user", "content": "9"}, {"role": "assistant", "content": "3 2"}]
+    assert (prompt.of_ids, list(prompt.history)) == (True, messages)
+    others = (
+        {"token_ids": row["input_ids"], "loss_mask": [True, *row["loss_mask"][1:]]},
+        {key: [each] for key, each in row.items()},
+    )
+    assert [parsed(other) for other in others] == [prompt, prompt]
+    assert parsed({"messages": [*messages, USER | {"content": "8"}], "of_ids": True}) == prompt
+    assert parsed(row | {"messages": [USER]}) == prompt
 
 
 def test_tools_beside_messages_are_the_prompts():
@@ -111,6 +125,10 @@ def test_a_column_holds_a_text_turns_or_a_chat_and_a_second_one_the_answer(value
         ({"conversations": [{"from": "human"}]}, "message"),
         ({"conversations": "Hi"}, "conversations"),
         ({"prompt_ids": [-1]}, "prompt_ids"),
+        ({"loss_mask": [1, 1]}, "ids"),
+        ({"loss_mask": [0, 1], "input_ids": [1, 2, 3]}, "loss_mask"),
+        ({"loss_mask": [0, 2], "input_ids": [1, 2]}, "loss_mask"),
+        ({"loss_mask": [1, 0], "token_ids": [1, 2]}, "loss_mask"),
         ({"messages": [{**USER, "content": [{"type": "text", "text": None}]}]}, "text"),
         ({"messages": [{**USER, "content": [{"type": "image_url"}]}]}, "image"),
         ({"messages": [{**USER, "content": [{"type": "video"}]}]}, "video"),
