@@ -86,7 +86,8 @@ def test_no_secret_and_no_path_of_the_machine_is_published(dry, release, tmp_pat
         release / "evaluation" / "report.json",
         lambda report: report["warnings"].append(f"/home/alice/x was made for another, see file:///home/alice/y {own}"),
     )
-    change(release / "artifact" / "tokenizer_config.json", lambda config: config.update(name_or_path=str(release / "target")))
+    paths = dict.fromkeys(("name_or_path", "vocab_file"), str(release / "target"))
+    change(release / "artifact" / "tokenizer_config.json", lambda config: config.update(paths))
     save_file({"user_texts": torch.zeros(1, dtype=torch.int64)}, release / "artifact" / PROMPTS_FILE)
     rehash(release)
     folder = dry("--set", "exports=[transformers]", "--target", str(release / "target"))

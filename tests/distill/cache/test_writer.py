@@ -14,23 +14,24 @@ from distill.cache.reader import RowLayout
 from distill.cache.writer import check_folder, encode
 from tests.support.caches import cache_job, random_conversations, run, shard_files, write_rows
 
-VOCABULARY = 258  # of the byte target
+
+def random_rows(seed):
+    """Return twelve conversations of random tokens of the byte target, prompts of 3 to 8 of them, answers of 1 to 40."""
+    return random_conversations([(3 + n % 6, 1 + (n * 17) % 40) for n in range(12)], 258, seed=seed)
 
 
 @pytest.fixture(scope="module")
 def conversations():
-    """Twelve conversations of random tokens, prompts of 3 to 8 of them, answers of 1 to 40."""
-    return random_conversations([(3 + n % 6, 1 + (n * 17) % 40) for n in range(12)], VOCABULARY, seed=5)
+    return random_rows(seed=5)
 
 
 @pytest.fixture
 def job(tmp_path, conversations, byte_target):
-    """A function that gives the job of making a cache of those conversations."""
-    data_file = write_rows(tmp_path / "train.jsonl", conversations)
+    """A function that gives the job of making a cache of those conversations, or of others."""
 
-    def make(output="cache", **settings):
+    def make(output="cache", rows=conversations, **settings):
         values = {"batch_size": 3, "dtype": "float32", "shard_megabytes": 0.008} | settings
-        return cache_job(byte_target, data_file, conversations, tmp_path / output, **values)
+        return cache_job(byte_target, write_rows(tmp_path / "train.jsonl", rows), rows, tmp_path / output, **values)
 
     return make
 
@@ -67,7 +68,11 @@ def test_the_next_shard_is_computed_while_one_is_written_and_a_write_that_fails_
     assert own.finished() == set()
 
 
-@pytest.mark.parametrize(("wanted", "other"), [({}, {"max_length": 30}), ({"taps": [0, 2]}, {"taps": [1, 2]})])
+@pytest.mark.parametrize(
+    ("wanted", "other"),
+    [({}, {"max_length": 30}), ({"taps": [0, 2]}, {"taps": [1, 2]}), ({}, {"rows": random_rows(seed=6)})],
+    ids=["length", "taps", "data"],
+)
 def test_shards_of_another_job_are_not_taken_for_ones_own(job, tmp_path, wanted, other):
     run(job(**wanted | other))
     run(job(**wanted))

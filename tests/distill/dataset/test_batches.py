@@ -135,7 +135,7 @@ def sampler_of(lengths, batch_size=4, **settings):
 
 
 def test_conversations_may_fill_a_row_to_its_end():
-    assert sampler_of([96, 48, 48, 96]).num_rows == 3
+    assert sampler_of([96, 96]).num_rows == 2
 
 
 def test_a_row_is_its_conversations_one_after_the_other():

@@ -1,5 +1,6 @@
 """Several processes share a run: no prompt dropped or doubled, the same numbers as one process has, failures listed."""
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -14,6 +15,7 @@ from accelerate import PartialState
 
 import eval.measure.interleaved
 from configs.runtime.errors import InputError
+from configs.runtime.files import write_json
 from eval.decoder.decode import decode
 from eval.decoder.records import (
     AUTOREGRESSIVE,
@@ -146,12 +148,15 @@ def test_a_run_that_was_cut_off_goes_on_and_reports_what_an_uninterrupted_one_re
     assert report_in(alone).warnings == []
 
 
-@pytest.mark.parametrize("changed", [{"repeats": 2}, {"draft": "copy"}])
+@pytest.mark.parametrize("changed", [{"repeats": 2}, {}], ids=["config", "draft"])
 def test_a_run_with_another_config_or_draft_begins_anew(config, changed, tiny_run, tmp_path, decoding):
+    artifact = shutil.copytree(tiny_run / "artifact", tmp_path / "copy")
+    config = config.model_copy(update={"draft": str(artifact)})
     with pytest.raises(KeyboardInterrupt):
         evaluate(config)
-    if "draft" in changed:
-        changed = {"draft": str(shutil.copytree(tiny_run / "artifact", tmp_path / "copy"))}
+    if not changed:  # another artifact in the same place
+        metadata = json.loads((artifact / "draftsmith.json").read_text())
+        write_json(artifact / "draftsmith.json", metadata | {"num_speculative_tokens": 1})
     decoding.stop_at, decoding.decoded = None, set()
     assert evaluate(config.model_copy(update=changed)) == 0
     assert decoding.decoded == {f"q{n}" for n in range(7)}

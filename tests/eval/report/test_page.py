@@ -89,6 +89,7 @@ def test_pictures_take_every_colour_from_the_page_and_keep_their_text(report):
             ["1 request failed.", "non_finite"],
         ),
         ({"acceptance.detectable_change_percent": 4.26}, ["smallest detectable change in τ (%)", "4.26"]),
+        ({"acceptance.draft_token_yield_ci": [0.31, 0.52]}, ["[31, 52]"]),
     ],
 )
 def test_failures_and_the_detectable_change_are_shown(report, changes, words):
