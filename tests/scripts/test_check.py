@@ -115,6 +115,7 @@ def test_as_it_is_served_acceptance_alone_is_counted(export, capsys):
     assert found["sampling"] == {"temperature": 0.7, "top_p": 0.9, "top_k": None, "min_p": None}
     assert list(found["sampled_per_prompt"].values()) == [[8, 4], [8, 4]]
     assert "at temperature 0.7" in capsys.readouterr().out
+    assert check(export, "useless when sampled", "--set", *sampling) == GATE_FAILED
     assert run(export / "draft", "--engine", "transformers", "--out", export / "out", "--set", *sampling) == BAD_INPUT
 
 

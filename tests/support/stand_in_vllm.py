@@ -36,7 +36,8 @@ def answer(body):
         tokens = [(token + 20) % 60 for token in tokens]
     pieces, tokens = [tokens[:1]], tokens[1:]
     while tokens:
-        stay = 0 if behaviour == "useless" else min(rounds % (drafts + 1), len(tokens) - 1)
+        useless = behaviour == "useless" or (behaviour == "useless when sampled" and body["temperature"])
+        stay = 0 if useless else min(rounds % (drafts + 1), len(tokens) - 1)
         pieces.append(tokens[: stay + 1])
         tokens = tokens[stay + 1 :]
         rounds += 1
