@@ -267,7 +267,7 @@ def refusal(command, capsys):
 
 def test_a_prompt_longer_than_the_context_and_damaged_weights_are_refused_in_one_sentence(refusal, tiny_run, tmp_path):
     suite = write_suite(tmp_path / "long.jsonl", [{"question_id": "q0", "turns": ["w1 " * 300]}])
-    assert "error: prompt q0 (suite " in refusal(**{"suite.path": suite.path, "suite.num_prompts": 1})
+    assert "prompt q0 " in refusal(**{"suite.path": suite.path, "suite.num_prompts": 1})
     damaged = damaged_target(tiny_run, tmp_path, lambda model: model.model.norm.weight)
     assert "logits that are not finite" in refusal(**{"target.name": damaged})
 
