@@ -1,11 +1,12 @@
 """A head trained on every turn of chats against one trained on their last turns: `python -m scripts.bench.turns`.
 
-Both have the same recipe and the same rows, so the same steps; one has labels on all answers, the other on each row's last.
+Both have the same recipe, the same chats and as many steps; one has labels on all answers, the other on each chat's last.
 Both are decoded on held-out chats, a suite for each turn.
 """
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 from dataclasses import replace
@@ -48,9 +49,17 @@ def compare_turns(config: TurnsBenchConfig) -> int:
     suites = write_suites(config, data / "held_out.jsonl", choosing=recipe.held_out.num_prompts)
     rows: list[dict[str, Any]] = []
     reports: dict[str, Report] = {}
+    schedule = recipe.schedule
+    step_rows = schedule.batch_size * schedule.gradient_accumulation_steps
+    num_steps = schedule.epochs * math.ceil(len(open_conversations(data / "train.jsonl")) / step_rows)
     for name, folder in folders.items():
         files = {"train": str(folder / "train.jsonl"), "held_out": str(folder / "held_out.jsonl"), "cache": None}
-        own = recipe.model_copy(update={"data": recipe.data.model_copy(update=files), "output": str(Path(config.runs) / name)})
+        changes = {
+            "data": recipe.data.model_copy(update=files),
+            "schedule": schedule.model_copy(update={"max_steps": schedule.max_steps or num_steps}),
+            "output": str(Path(config.runs) / name),
+        }
+        own = recipe.model_copy(update=changes)
         run = Run(name, own, ConversationDataset(open_conversations(folder / "train.jsonl"), int(own.data.max_length)))
         if not (run.folder / "outcome.json").is_file():
             run_config("train.heads", run.folder, own.model_dump(mode="json"))
@@ -59,17 +68,19 @@ def compare_turns(config: TurnsBenchConfig) -> int:
         rows += rows_of(run, report)
     ratios: dict[str, Any] = {}
     for number, suite in enumerate(suites, 1):
-        change = tau_change(reports["all_turns"], reports["last_turns"], suite["name"])
+        change = tau_change(reports["all_turns"], reports["last_turns"], None if number == 1 else suite["name"])
         ratios[f"all_vs_last_turns_tau_turn_{number}"] = None if change is None else change.ratio
     write_results(config.output, "turns", rows=rows, ratios=ratios, config=config)
     return DONE
 
 
 def write_last_turns(data: Path, folder: Path) -> Path:
-    """Write the rows of a data set with labels on each one's last answer alone."""
+    """Write the last row of each chat of a data set, with labels on the last answer alone."""
     folder.mkdir(parents=True, exist_ok=True)
+    rows = open_conversations(data / "train.jsonl")
+    last = {row.prompt_id: row for row in rows}
     with (folder / "train.jsonl").open("w", encoding="utf-8") as file:
-        file.writelines(replace(row, earlier=()).to_line() for row in open_conversations(data / "train.jsonl"))
+        file.writelines(replace(row, earlier=()).to_line() for row in last.values())
     for name in ("held_out.jsonl", MANIFEST):
         shutil.copy(data / name, folder / name)
     return folder

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from distill.dataset.conversations import share_rows
 from distill.generation.answers import UNREACHED, Dialogue, existing_answers
 from distill.generation.bad_rows import LeftOut
 from distill.generation.prompts import NOT_ENCODED, fit_prompts
@@ -61,16 +62,21 @@ def prompt_of(messages, **keys):
 def test_a_data_sets_answer_is_what_the_template_writes_after_the_prompt(in_family, family, caplog):
     target, chat, left_out = in_family(family), chat_of(family, ASKED, ANSWER, AGAIN, ANSWER), LeftOut()
     answered = existing_answers(target, None, left_out)
-    row = answered.rows_of(prompt_of(chat))[-1]
+    turns = answered.rows_of(prompt_of(chat))
     answered.warn()
     assert (left_out.counts, caplog.text) == ({}, "")
-    prompt_ids = reference(target, chat[:-1], answer_follows=True)
-    whole = reference(target, chat)
-    assert list(row.prompt_ids) == prompt_ids
-    assert target.tokenizer.decode(row.answer_ids) == family.answer
-    assert row.ended == family.answer.endswith(">")
-    if whole[: len(prompt_ids)] == prompt_ids:
-        assert list(row.answer_ids) == whole[len(prompt_ids) :][: len(row.answer_ids)]
+    for row, end in zip(turns, (len(chat) - 2, len(chat)), strict=True):
+        prompt_ids = reference(target, chat[: end - 1], answer_follows=True)
+        whole = reference(target, chat[:end])
+        assert list(row.prompt_ids) == prompt_ids
+        assert target.tokenizer.decode(row.answer_ids) == family.answer
+        assert row.ended == family.answer.endswith(">")
+        if whole[: len(prompt_ids)] == prompt_ids:
+            assert list(row.answer_ids) == whole[len(prompt_ids) :][: len(row.answer_ids)]
+    rows, (first, last) = share_rows(turns), (target.tokenizer.decode(row.prompt_ids) for row in turns)
+    assert [answer for row in rows for answer in row.answers] == [row.answer_ids for row in turns]
+    assert len(rows) == (1 if last.startswith(first + family.answer) else 2)
+    assert len(rows) == 2 or "2 and 2." not in family.answer  # no template keeps the thinking of an earlier answer
 
 
 def test_the_targets_own_turns_follow_one_another_as_a_server_would_send_them(in_family, family):

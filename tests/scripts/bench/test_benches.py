@@ -36,6 +36,7 @@ from scripts.bench import (
     serve,
     serve_engines,
     tables,
+    turns,
 )
 from tests.support.caches import conversation
 from train.launch import run_distillation
@@ -127,6 +128,23 @@ def test_heads_and_the_curve_through_their_sizes(tiny_data, recipe, in_process, 
     settings["points"] = [{"share": 0.5, "epochs": 1}, {"share": 1}]
     rows = results_of(heads.compare_heads, heads.HeadsBenchConfig, settings)["rows"]
     assert [row["row"] for row in rows] == ["measured", "measured", "law"]
+
+
+def test_turns(recipe, in_process, tmp_path):
+    own = {"head": {"kind": "medusa", "num_depths": 2}, "sanity": {"enabled": False}}
+    (tmp_path / "medusa.yaml").write_text(json.dumps(recipe | own))
+    rows = [{"turns": [f"w{number} w{number + 1}", f"w{number + 2}", "w3"]} for number in range(40)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {
+        "prompts": str(tmp_path / "chats.jsonl"),
+        "recipe": str(tmp_path / "medusa.yaml"),
+        "runs": str(tmp_path / "runs"),
+    }
+    settings |= {"num_chats": 40, "max_new_tokens": 6, "output": str(tmp_path / "turns.json")}
+    results = results_of(turns.compare_turns, turns.TurnsBenchConfig, settings)
+    labels = {row["recipe"]: row["answer_tokens"] for row in results["rows"] if row["answer_tokens"] is not None}
+    assert labels["all_turns"] > labels["last_turns"] > 0
+    assert {f"all_vs_last_turns_tau_turn_{number}" for number in (1, 2, 3)} <= results["ratios"].keys()
 
 
 def test_the_law_of_a_curve_is_the_power_that_it_was_made_by():
