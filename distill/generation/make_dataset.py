@@ -167,7 +167,7 @@ def write_dataset(
     left_out.log()
     answered.warn()
     for name, count in counts.items():
-        said = [count[key] for key in ("conversations", "answer_tokens", "cut_off", "conversations")]
+        said = [count[key] for key in ("conversations", "answer_tokens", "cut_off", "answers")]
         logger.info("%s: %d conversations, %d answer tokens; %d of %d answers were cut off", name, *said)
     if dropped:
         logger.info("dropped: %s", ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items())))

@@ -11,7 +11,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from configs.runtime.files import read_jsonl, read_object, write_json
 from configs.runtime.run_record import RECORD, fingerprint
 from configs.runtime.terminal import say
 from configs.schema.commands.running import RunConfig, Stage
+from distill.dataset.conversations import MANIFEST
 from distill.generation.prompts import choose_prompts, share_for
 from scripts.run.request import Facts
 from scripts.run.stages import HOUSE, decided_by, stage_command, start_of
@@ -31,6 +32,9 @@ FOLDER = "dry_run"
 SECONDS = "seconds.json"  # by stage, of those that are done
 ANSWER_TOKENS_ON_CPU, ANSWER_TOKENS = 64, 512  # at most ...
 LONGER_FROM_MINUTES = 60  # ... twice as many on a CPU where there is time for it
+# Where more than this share of them is cut off, a few prompts are answered at greater length, in this share of the budget
+MANY_CUT, LONGER_SHARE, LONGER_PROMPTS, LONGEST_ANSWER = 0.1, 0.05, 16, 4096
+LONGER = "longer"  # the folder of that
 HELD_OUT = 8  # prompts
 STEPS = 6  # of training, the first two of which warm up
 LOG_LINES = 15  # of a failed stage's log
@@ -70,6 +74,10 @@ def dry_run(run: RunConfig, facts: Facts) -> Rates:
         if stage not in done:
             shutil.rmtree(output / stage, ignore_errors=True)  # of a dry run that was cut off: half of a stage tells no rate
             done[stage] = _timed(small, stage)
+            write_json(output / SECONDS, done)
+        if stage == "data" and LONGER not in done and (longer := _longer(small, run, facts)) is not None:
+            shutil.rmtree(output / LONGER, ignore_errors=True)
+            done[LONGER] = _timed(longer, stage)
             write_json(output / SECONDS, done)
         _check_budget(run, _seconds_of(done))
     return _rates(output, done)
@@ -116,6 +124,25 @@ def _in_small(run: RunConfig, facts: Facts) -> RunConfig:
     )
 
 
+def _longer(small: RunConfig, run: RunConfig, facts: Facts) -> RunConfig | None:
+    """Return a run whose data stage lets a few answers go on to `LONGEST_ANSWER` tokens, as thinking takes.
+
+    None where the answers of the small one have ended, or where that takes more than `LONGER_SHARE` of the budget.
+    """
+    output, settings = Path(small.output), small.data or {}
+    counts = read_object(output / "data" / MANIFEST, "data manifest")["counts"]
+    cut, answers = (sum(counts[side][name] for side in ("train", "held_out")) for name in ("cut_off", "answers"))
+    seconds, tokens = read_object(output / "data" / RECORD, "run record")["seconds"], settings["answers.max_new_tokens"]
+    step_seconds = seconds / tokens / math.ceil(answers / settings["answers.batch_size"])
+    limit = min(LONGEST_ANSWER, facts.context // 2, int(LONGER_SHARE * 60 * run.budget_minutes / step_seconds))
+    if cut < MANY_CUT * answers or limit < 2 * tokens:
+        return None
+    share = share_for(choose_prompts(facts.prompts, LONGER_PROMPTS), LONGER_PROMPTS // 2) if facts.prompts else 0.5
+    data = {"answers.max_new_tokens": limit, "answers.batch_size": LONGER_PROMPTS, "held_out_share": share}
+    prompts = small.prompts.model_copy(update={"num_prompts": LONGER_PROMPTS})
+    return small.model_copy(update={"output": str(output / LONGER), "prompts": prompts, "data": settings | data})
+
+
 def _timed(run: RunConfig, stage: Stage) -> float:
     """Run a stage, whose output goes into a log, and return its seconds; the log's end says why one failed."""
     log, started = Path(run.output) / f"{stage}.log", time.monotonic()
@@ -136,8 +163,11 @@ def _rates(output: Path, seconds: dict[str, Any]) -> Rates:
     outcome = read_object(output / "train" / "outcome.json", "outcome of a training")
     report = read_object(output / "eval" / "report.json", "report")
     laps = read_object(output / "eval" / "seconds.json", "seconds of an evaluation")
-    sides = [[row for _, row in read_jsonl(output / "data" / f"{name}.jsonl", "data")] for name in ("train", "held_out")]
+    sides = [_rows_of(output, name) for name in ("train", "held_out")]
     rows = [*sides[0], *sides[1]]
+    longer = [row for name in ("train", "held_out") for row in _rows_of(output / LONGER, name)]
+    lengths = answer_lengths(rows, longer)
+    seen = [length for row in rows for length, _ in _answers(row)]
     paces = [
         each["tokens_per_second"] for _, each in read_jsonl(output / "train" / "metrics.jsonl", "metrics") if "loss" in each
     ]
@@ -157,9 +187,9 @@ def _rates(output: Path, seconds: dict[str, Any]) -> Rates:
     }
     return Rates(
         fixed_seconds=fixed,
-        prompt_seconds=answering / len(rows),
+        prompt_seconds=answering / len(rows) * statistics.mean(lengths) / statistics.mean(seen),
         prompt_tokens=statistics.mean(len(row["prompt_ids"]) for row in rows),
-        answer_lengths=tuple(sorted(length for row in rows for length in _answer_lengths(row))),
+        answer_lengths=lengths,
         cache_token_seconds=caching / in_cache,
         train_token_seconds=1 / statistics.median(paces[2:]),
         held_out_seconds=MORE_HELD_OUT * outcome["evaluation_seconds"],
@@ -168,5 +198,21 @@ def _rates(output: Path, seconds: dict[str, Any]) -> Rates:
     )
 
 
-def _answer_lengths(row: dict[str, Any]) -> list[int]:
-    return [*(end - start for start, end in row.get("earlier", [])), len(row["answer_ids"])]
+def answer_lengths(rows: Sequence[dict[str, Any]], longer: Sequence[dict[str, Any]]) -> tuple[int, ...]:
+    """Return the lengths of rows' answers; those that were cut off are as long as the answers of `longer` that are longer."""
+    answers = [answer for row in rows for answer in _answers(row)]
+    limit = max((length for length, ended in answers if not ended), default=0)
+    tail = [length for row in longer for length, _ in _answers(row) if length > limit]
+    cut = sum(not ended for _, ended in answers) if tail else 0
+    known = [length for length, ended in answers if ended or not tail]
+    return tuple(sorted([*known, *(tail[number % len(tail)] for number in range(cut))]))
+
+
+def _answers(row: dict[str, Any]) -> list[tuple[int, bool]]:
+    """Return the length of each answer of a row, and whether it has ended; of earlier ones that is not known."""
+    return [*((end - start, True) for start, end in row.get("earlier", [])), (len(row["answer_ids"]), row["ended"])]
+
+
+def _rows_of(output: Path, name: str) -> list[dict[str, Any]]:
+    path = output / "data" / f"{name}.jsonl"
+    return [row for _, row in read_jsonl(path, "data")] if path.is_file() else []

@@ -41,7 +41,7 @@ START_SECONDS, START_SECONDS_ON_CPU = 90.0, 40.0  # on a GPU assumed
 ENGINE_PACE = 1.6  # times a plain token here is one in vLLM, in float32 on a CPU
 CHECK = CheckConfig()
 DISK_SHARE = 0.5  # of the free disk that a cache may take
-ANSWER_LIMITS = (64, 128, 256, 512)  # the last as long as a dry run lets answers go
+ANSWER_LIMITS = (64, 128, 256, 512, 1024, 2048, 4096)  # the last as long as a dry run lets answers go
 LEAST_PROMPTS = 32  # to train on
 
 
@@ -234,9 +234,11 @@ def choose(run: RunConfig, facts: Facts, rates: Rates, *, checks: bool) -> list[
     if found.num_prompts == facts.num_prompts:
         why = f"all {found.num_prompts} that there are, or as many as asked"
     asked = run.prompts.model_copy(update={"num_prompts": found.num_prompts}).model_dump(mode="json", exclude_defaults=True)
+    is_given = (run.data or {}).get("answers.written_by") == "dataset"
+    longest = None if is_given else found.max_new_tokens  # what a data set brings is whole
     choices = [
         Choice("prompts", asked, why),
-        Choice("data.answers.max_new_tokens", found.max_new_tokens, f"answers of {answer:.0f} tokens on average"),
+        Choice("data.answers.max_new_tokens", longest, f"answers of {answer:.0f} tokens on average"),
         Choice("data.answers.batch_size", facts.answer_batch_size, "generation batch size"),
         Choice("data.held_out_share", share, f"{held_out} prompts, or some more, are held out"),
         Choice("train.schedule.epochs", found.epochs, f"{steps} steps in {minutes['train']:g} minutes"),

@@ -25,6 +25,7 @@ from distill.generation.sources import list_prompts
 from eval.measure.suite import Turns, load_suite
 from heads.frozen import processes
 from heads.frozen.loading import load_target
+from scripts.data import show_rows
 
 
 @pytest.fixture
@@ -112,7 +113,7 @@ def test_yesterdays_answers_are_gone_on_with_where_the_template_writes_the_date(
     assert len(prints) == 1
 
 
-def test_rows_that_are_no_prompts_are_counted_in_the_manifest_and_a_data_sets_own_answers_are_whole(config, tmp_path):
+def test_rows_that_are_no_prompts_are_counted_in_the_manifest_and_a_data_sets_own_answers_are_whole(config, tmp_path, capsys):
     chats = [[{"role": "user", "content": f"hi {n}"}, {"role": "assistant", "content": "so " * 44}] for n in range(12)]
     rows = [{"messages": chat} for chat in [*chats, [], [{"role": "system", "content": "x"}], chats[0][:1] * 60]]
     path = tmp_path / "odd.jsonl"
@@ -123,6 +124,9 @@ def test_rows_that_are_no_prompts_are_counted_in_the_manifest_and_a_data_sets_ow
     counts = json.loads(files["manifest.json"])["counts"]
     assert counts["dropped"] == {"empty": 1, "no_question": 1, "too_long": 1}
     assert (counts["prompts"], counts["train"]["cut_off"] + counts["held_out"]["cut_off"]) == (12, 0)
+    show_rows(config, 1)
+    shown = capsys.readouterr().out
+    assert shown.count("[[so so") == shown.count("<|im_end|>]]") == 1
 
 
 def test_a_turn_that_chats_of_both_sides_begin_with_is_trained_on_alone(config, tmp_path):

@@ -62,6 +62,14 @@ def test_more_time_means_more_prompts_then_longer_answers_and_fewer_passes():
     assert (found[0].epochs, found[-1].epochs) == (5, 2)
 
 
+def test_answers_that_were_cut_off_are_as_long_as_the_few_that_went_on_and_thinking_gets_its_room():
+    rows = [{"answer_ids": [1] * length, "ended": length < 64} for length in (10, 20, 64, 64, 64)]
+    longer = [{"answer_ids": [1] * length, "ended": True} for length in (30, 900, 3000)]
+    assert dry_run.answer_lengths(rows, []) == (10, 20, 64, 64, 64)
+    assert dry_run.answer_lengths(rows, longer) == (10, 20, 900, 900, 3000)
+    assert fit(6000, answer_lengths=dry_run.answer_lengths(rows, longer)).max_new_tokens == 2048
+
+
 def test_few_prompts_are_all_used_and_trained_on_more_often():
     found = fit(30, num_prompts=200)
     assert found.num_prompts == 200
@@ -131,6 +139,7 @@ def test_a_dry_run_that_was_cut_off_begins_its_stage_anew_and_ends_once_half_the
     (tmp_path / "cache" / "shard").mkdir(parents=True)
     monkeypatch.setattr(dry_run, "_in_small", lambda run, facts: run)
     monkeypatch.setattr(dry_run, "decided_by", lambda run, stage: stage)
+    monkeypatch.setattr(dry_run, "_longer", lambda *asked: None)
     monkeypatch.setattr(dry_run, "_timed", lambda run, stage: ran.append((stage, (tmp_path / stage).exists())) or 70.0)
     with pytest.raises(InputError, match="--budget"):
         dry_run.dry_run(run, SimpleNamespace())

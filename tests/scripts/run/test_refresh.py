@@ -80,7 +80,7 @@ def test_a_log_becomes_a_judged_draft_without_its_secrets_and_a_second_run_repea
     assert refresh() == TERMINATED
     in_small = ["scripts/data.py", "scripts/cache.py", "train/heads.py", "eval/run.py", "scripts.export"]
     exports = ["scripts.export", "scripts.export", "scripts.check"]
-    assert refresh.called == [*in_small, *in_small[:4], "eval/run.py", *exports, "eval/gate.py"]
+    assert refresh.called == ["scripts/data.py", *in_small, *in_small[:4], "eval/run.py", *exports, "eval/gate.py"]
     Path("log.jsonl").write_text(as_lines(log_rows(31)))  # a run keeps what it has read
     assert refresh() == DONE
     assert refresh.called == ["eval/gate.py", "eval/compare.py"]

@@ -29,12 +29,13 @@ def test_a_run_leads_to_a_verdict_and_an_export_and_its_file_goes_on(model, prom
     ]
     settings += [f"gate={tmp_path}/gate.yaml", f"prompts.num_prompts={NUM_PROMPTS + 1}", "eval.decode.max_new_tokens=12"]
     asked = ["run", model, "--prompts", prompts, "--budget", "20m", "--for", "sglang", "--set", *settings]
-    in_small = ["scripts/data.py", "scripts/cache.py", "train/heads.py", "eval/run.py", "scripts.export"]
+    # Answers of a random model are cut off: a few go on for longer.
+    in_small = ["scripts/data.py", "scripts/data.py", "scripts/cache.py", "train/heads.py", "eval/run.py", "scripts.export"]
     assert draftsmith(*asked) == INTERRUPTED
     assert draftsmith.called == in_small
     draftsmith.stopped.append("eval/gate.py")
     assert draftsmith(*asked) == TERMINATED
-    assert draftsmith.called == [*in_small, "scripts.check", "eval/gate.py"]
+    assert draftsmith.called == [*in_small[1:], "scripts.check", "eval/gate.py"]
     output = tmp_path / "runs" / "mine"
     assert draftsmith(*asked) == DONE
     assert draftsmith.called == ["eval/gate.py"]
