@@ -157,6 +157,8 @@ def load_materials(config: Recipe, accelerator: Accelerator) -> Materials:
         log.info(
             "%d conversations have no answer within %d tokens and were dropped", dataset.num_dropped, config.data.max_length
         )
+    if dataset.num_cut:
+        log.info("%d of %d conversations are cut at data.max_length, %d", dataset.num_cut, len(dataset), config.data.max_length)
     return Materials(config=config, target=target, train=train_rows, held_out=held_out_rows, dataset=dataset)
 
 

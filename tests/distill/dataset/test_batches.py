@@ -49,7 +49,7 @@ def test_long_conversations_are_cut_at_the_end_and_those_without_an_answer_left_
     rows = [conversation((1, 2), (3, 4, 5)), conversation((1, 2, 3, 4), (5,)), conversation((1,), (2,))]
     dataset = ConversationDataset(rows, max_length=4)
     assert [example.input_ids for example in dataset] == [(1, 2, 3, 4), (1, 2)]
-    assert dataset.num_dropped == 1
+    assert (dataset.num_dropped, dataset.num_cut) == (1, 1)
     assert dataset.num_labels == 3
 
 
