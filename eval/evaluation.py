@@ -48,9 +48,8 @@ from eval.speed import compare_speed, find_meter, summarise_advantage, summarise
 from eval.stats import detectable_percent
 from eval.timing import predict_speed, sweep_rounds
 from heads.frozen.identity import locate
-from heads.frozen.loading import Target, load_target
+from heads.frozen.loading import Target, in_words, load_target, served_sampling
 from heads.frozen.processes import join_processes
-from heads.frozen.served_sampling import in_words, served_sampling
 from heads.inference.lean_forward import forward_name
 
 log = logging.getLogger("draftsmith")

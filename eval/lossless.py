@@ -33,8 +33,7 @@ from eval.teacher_forcing import TokenCheck, answer_logits, check_modes, pair_an
 from heads.frozen.loading import Target
 from heads.inference.causal_lm import head_logits, read_documents
 from heads.proposers.protocol import Proposer
-from heads.sampling.draws import token_probabilities
-from heads.sampling.penalties import TextCounts, penalised
+from heads.sampling.draws import TextCounts, penalised, token_probabilities
 
 LOSSLESS, UP_TO_TIES, NOT_LOSSLESS, LOSSY = "lossless", "lossless_up_to_ties", "not_lossless", "lossy_by_design"
 PASS, FAIL, INCONCLUSIVE = "pass", "fail", "inconclusive"

@@ -30,7 +30,7 @@ from heads.frozen.loading import Target, load_target
 from heads.frozen.media import MediaPrompt
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache, read_documents
 from heads.inference.kv_cache import LAYERS
-from heads.sampling.penalties import TextCounts, penalised
+from heads.sampling.draws import TextCounts, penalised
 
 PLAIN = DecodeConfig()
 AnswerKey = tuple[str, int, tuple[int, ...], tuple[int, ...]]  # prompt id, turn, tokens of the prompt and of the answer

@@ -23,11 +23,10 @@ from configs.runtime.files import new_folder, write_json
 from configs.runtime.redaction import mask_secrets
 from heads.device import choose_device
 from heads.families.registry import FAMILIES, serve
-from heads.frozen.causes import cause_of
 from heads.frozen.hidden_states import check_taps
 from heads.frozen.identity import TargetIdentity
 from heads.frozen.loading import load_with, move
-from heads.frozen.weights import UNREADABLE, loader_of, read_tensors
+from heads.frozen.weights import UNREADABLE, cause_of, loader_of, read_tensors
 from heads.inference.lean_forward import run_alike
 from heads.inference.model_checks import check_rolls_back, check_split
 from heads.metadata import (

@@ -22,9 +22,8 @@ from transformers import AutoConfig, AutoTokenizer
 from configs.runtime.errors import InputError, first_finding, first_line
 from configs.runtime.files import TORCH_FILE, check_readable, read_json, sha256_of
 from configs.runtime.run_record import fingerprint
-from heads.frozen.causes import cause_of
 from heads.frozen.identity import TargetIdentity, hash_tokenizer
-from heads.frozen.weights import UNREADABLE
+from heads.frozen.weights import UNREADABLE, cause_of
 
 METADATA_FILE = "draftsmith.json"
 WEIGHTS_FILE = "model.safetensors"

@@ -25,12 +25,11 @@ from configs.runtime.errors import ConfigError, InputError, first_line
 from configs.schema.target import TargetConfig
 from configs.schema.training import LoraSettings, StudentConfig
 from heads.device import restored_random_state
-from heads.frozen.causes import cause_of
 from heads.frozen.hidden_states import blocks, causal_config, config_of_blocks, num_blocks, overridden
 from heads.frozen.identity import hash_tokenizer, locate
 from heads.frozen.loading import Target, move
 from heads.frozen.placement import real_weight
-from heads.frozen.weights import UNREADABLE, auto_class, loader_of
+from heads.frozen.weights import UNREADABLE, auto_class, cause_of, loader_of
 from heads.inference.causal_lm import read_documents
 from heads.inference.model_checks import check_on_probe, check_rolls_back, check_split, probe_ids, relative_error
 from heads.inference.runner import backbone

@@ -24,8 +24,7 @@ from heads.frozen.loading import Target
 from heads.inference.causal_lm import MediaInputs, head_logits, new_cache
 from heads.inference.kv_cache import LAYERS
 from heads.proposers.protocol import Proposal, Proposer, RoundInputs, TargetReader, TreeProposer
-from heads.sampling.draws import CounterRNG
-from heads.sampling.penalties import TextCounts, penalised
+from heads.sampling.draws import CounterRNG, TextCounts, penalised
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention, tree_attention, tree_from
 
 

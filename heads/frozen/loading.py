@@ -16,17 +16,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from configs.runtime.errors import ConfigError, InputError, first_line
+from configs.runtime.files import read_json
 from configs.runtime.redaction import redact
 from configs.schema.target import AudioConfig, ImagesConfig, TargetConfig
 from heads.device import choose_device
-from heads.frozen.causes import cause_of
 from heads.frozen.hidden_states import TargetStates
 from heads.frozen.identity import TargetIdentity, hash_chat_template, hash_tokenizer, hash_weights, load_gguf, locate
 from heads.frozen.media import MediaPrompt, MediaReader, load_reader, shown
 from heads.frozen.placement import load_ends, place_parts
 from heads.frozen.processes import Share, join_group, split_arguments
 from heads.frozen.tokenizer import SOUND, in_template, load_tokenizer, no_chat_template
-from heads.frozen.weights import UNREADABLE, loader_of, quantization_of
+from heads.frozen.weights import UNREADABLE, cause_of, loader_of, quantization_of
 from heads.inference.causal_lm import MediaInputs
 from heads.inference.lean_forward import make_fastest, make_lean
 from heads.inference.model_checks import check_split
@@ -35,6 +35,9 @@ from heads.inference.runner import Runner, rope_limit, runner_of
 log = logging.getLogger("draftsmith")
 
 UNLIMITED = 2**31 - 1  # positions
+GENERATION_CONFIG = "generation_config.json"
+OFF = {"top_k": (0, -1), "top_p": (1,), "min_p": (0,), "repetition_penalty": (1,)}  # the values by which each is off
+Sampling = dict[str, float | None]  # keys of `configs.schema.decoding.DecodeConfig`
 
 
 class StateSource(Protocol):
@@ -266,3 +269,21 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     return tuple(sorted(ids))
+
+
+def served_sampling(target: Path) -> Sampling:
+    """Return how engines sample the target where a request does not say: by its `generation_config.json`.
+
+    vLLM and SGLang take these values by default, whatever its `do_sample` says, and temperature 1 where it names none. None is
+    what is off; a single file has none of its own.
+    """
+    said = read_json(target / GENERATION_CONFIG, "generation config") if (target / GENERATION_CONFIG).is_file() else {}
+    sampling = {key: None if (value := said.get(key)) in (None, *off) else value for key, off in OFF.items()}
+    temperature = said.get("temperature")
+    return {"temperature": 1.0 if temperature is None else temperature} | sampling
+
+
+def in_words(sampling: Sampling) -> str:
+    """Name what a sampling sets; nothing where that is temperature 1 alone."""
+    named = {key: value for key, value in sampling.items() if value is not None}
+    return "" if named == {"temperature": 1.0} else ", ".join(f"{key} {value:g}" for key, value in named.items())

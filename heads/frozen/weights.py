@@ -9,6 +9,7 @@ R rows (outputs) and C columns (inputs) of a matrix, E experts.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -38,8 +39,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from configs.runtime.errors import InputError, first_line
-from configs.runtime.files import TORCH_FILE, read_json
-from heads.frozen.causes import cause_of
+from configs.runtime.files import IS_POINTER, LFS_POINTER, TORCH_FILE, read_json
 
 log = logging.getLogger("draftsmith")
 
@@ -53,6 +53,9 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 PACKED = (*FLOAT8, torch.int8, torch.uint8, torch.int32)  # of numbers that mean nothing without the scales beside them
 # Of activations and the cache, which stay in floating point here.
 UNREAD = ("input_scale", "input_zero_point", "input_global_scale", "activation_scale", "q_scale", "k_scale", "v_scale")
+
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+WITH_CODE = ("config.json", "tokenizer_config.json")  # may name Python files under `auto_map`
 
 Weights = dict[str, Tensor]
 
@@ -299,3 +302,47 @@ def _scaled(stored: Tensor, factor: Tensor, sizes: Sequence[int]) -> Tensor:
         if size > 1:
             factor = factor.repeat_interleave(size, dim).narrow(dim, 0, numbers.shape[dim])
     return numbers * factor
+
+
+# --- why a folder could not be loaded -------------------------------------------------------------------------------
+
+
+def cause_of(path: Path, error: BaseException) -> str:
+    """Return why `path`, a model's folder or a file of it, could not be loaded; the error's words where no file is at fault.
+
+    Loaders name the folder, or nothing at all. Only looked for after a failure: a stand-in or a pickle beside what is loaded
+    does no harm.
+    """
+    files = [path] if path.is_file() else sorted(path.iterdir()) if path.is_dir() else []
+    for file in files:
+        if file.is_file() and (fault := _fault_of(file)) is not None:
+            return f"{file} {fault}"
+    if "trust_remote_code" in str(error):
+        named = [name for name in WITH_CODE if (path / name).is_file() and b"auto_map" in (path / name).read_bytes()]
+        return (
+            f"{path / (named or WITH_CODE)[0]} names code of its own (auto_map), which runs for a target alone: read it, then "
+            "set target.trust_remote_code to true"
+        )
+    pickles = sorted(each for pattern in PICKLES for each in path.glob(pattern))
+    if pickles and not any(path.glob("*.safetensors")):
+        return (
+            f"{pickles[0]} is a pickle, which may run code when it is read, and there are no safetensors: load the model in "
+            "transformers where you trust it, save it by save_pretrained, and name that folder"
+        )
+    return first_line(error) if path.is_dir() else f"{path} cannot be read: {first_line(error)}"
+
+
+def _fault_of(path: Path) -> str | None:
+    """Return what is wrong with a file, as a phrase that follows its name; None: nothing that can be seen."""
+    try:
+        with path.open("rb") as file:
+            if file.read(len(LFS_POINTER)) == LFS_POINTER.encode():
+                return IS_POINTER
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt"):
+                return None
+        if path.suffix == ".json":
+            json.loads(path.read_bytes())
+    except (OSError, SafetensorError, ValueError, RecursionError) as error:
+        return f"cannot be read: {first_line(error)}; it may be cut off: fetch it again"
+    return None

@@ -29,8 +29,7 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import ConfidenceStopping, DecodeConfig, SamplingConfig
 from heads.device import RowInts, constant
 from heads.proposers.protocol import Proposal, RoundInputs
-from heads.sampling.draws import DRAWS, Role, draw, greedy_token, token_probabilities
-from heads.sampling.penalties import penalised
+from heads.sampling.draws import DRAWS, Role, draw, greedy_token, penalised, token_probabilities
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention, distinct_positions
 from heads.vocabulary import DraftVocabulary, over_target, target_ids
 

@@ -21,8 +21,7 @@ from heads.device import RowInts, Rows, row_tensor, upload
 from heads.frozen.hidden_states import TargetStates
 from heads.inference.causal_lm import MediaInputs
 from heads.inference.kv_cache import RowCache
-from heads.sampling.draws import ChainUniforms, CounterRNG, chain_uniforms
-from heads.sampling.penalties import TextCounts
+from heads.sampling.draws import ChainUniforms, CounterRNG, TextCounts, chain_uniforms
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention
 
 Tokens = Sequence[Sequence[int]]  # committed ids by row, on the host: prompt and answer so far, the pending token last

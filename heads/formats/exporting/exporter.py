@@ -22,7 +22,7 @@ from heads.formats.exporting import converted, draft_lm, flat, mtp, speculators
 from heads.formats.exporting.source import Source, TargetFolder
 from heads.formats.layout import ExportLayout
 from heads.frozen.identity import hash_weights
-from heads.frozen.served_sampling import FILE, in_words, served_sampling
+from heads.frozen.loading import GENERATION_CONFIG, in_words, served_sampling
 from heads.frozen.weights import SINGLE_FILE, link_or_copy, write_weights
 from heads.metadata import hash_artifact
 from heads.proposers import suffixes, vllm_suffix_lookup
@@ -123,7 +123,9 @@ def _sampling_note(target: Path) -> list[str]:
     """Say by what engines sample where a request does not name it, if the target sets more than the usual."""
     served = in_words(served_sampling(target))
     measured = "the draft's report is of this sampling only if it was measured with sampling_from generation_config"
-    return [f"The target's {FILE} sets {served}, which applies to requests that name none: {measured}."] if served else []
+    if not served:
+        return []
+    return [f"The target's {GENERATION_CONFIG} sets {served}, which applies to requests that name none: {measured}."]
 
 
 def engines_of(kind: str) -> list[str]:

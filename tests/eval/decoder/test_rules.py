@@ -22,8 +22,7 @@ from eval.decoder.rules import (
 )
 from heads.proposers.builders import ChainBuilder
 from heads.proposers.protocol import RoundInputs
-from heads.sampling.draws import CounterRNG, draw, token_probabilities
-from heads.sampling.penalties import TextCounts, penalised
+from heads.sampling.draws import CounterRNG, TextCounts, draw, penalised, token_probabilities
 from tests.support.distribution_checks import naive_penalised
 from tests.support.enumeration import (
     SIBLINGS,

@@ -15,8 +15,7 @@ from heads.families.registry import FAMILIES
 from heads.proposers.builders import ChainBuilder, DynamicTreeBuilder
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.protocol import RoundInputs
-from heads.sampling.draws import CounterRNG, Role, draw, token_probabilities
-from heads.sampling.penalties import TextCounts
+from heads.sampling.draws import CounterRNG, Role, TextCounts, draw, token_probabilities
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
 from heads.vocabulary import DraftVocabulary
 from tests.support import family_checks as checks

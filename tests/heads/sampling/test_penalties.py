@@ -5,8 +5,7 @@ import torch
 from transformers import LogitsProcessorList, MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
 
 from configs.schema.decoding import DecodeConfig
-from heads.sampling.draws import token_probabilities
-from heads.sampling.penalties import TextCounts, penalised
+from heads.sampling.draws import TextCounts, penalised, token_probabilities
 from tests.support.distribution_checks import naive_penalised
 
 VOCAB = 11

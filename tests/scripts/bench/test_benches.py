@@ -225,7 +225,7 @@ def test_a_commit_compared_with_itself_is_equal_and_a_changed_loss_is_a_differen
     monkeypatch.setattr(compare_commits, "DECODINGS", {"medusa": {"greedy": {}}})
     monkeypatch.setattr("eval.evaluation.render_html", lambda report: "")
     compare_commits.make_target(tmp_path / "target", width=16)
-    compare_commits.do_work(CHECKOUT, tmp_path / "run")
+    assert len(list(compare_commits.do_work(CHECKOUT, tmp_path / "run"))) == 3
     found = compare_commits.results(tmp_path / "run")
     assert len(found["medusa: losses"]) == 20
     other = compare_commits.results(tmp_path / "run")
