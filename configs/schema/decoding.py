@@ -154,8 +154,8 @@ class DecodeConfig(SamplingConfig):
     # those behind it. The first, of prompt and answer, divides positive logits and multiplies others. The others, of the answer
     # alone as in vLLM, are taken off the logit: once, and for each time that the token was given. None: none
     repetition_penalty: PositiveFloat | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None  # taken off the logits of tokens that the answer has
+    frequency_penalty: Penalty | None = None  # the same, for each time that a token was given
     max_new_tokens: PositiveInt = 128  # longer answers are cut off
     batch_size: PositiveInt = 1  # prompts decoded together
     seed: NonNegativeInt = 0  # of sampling

@@ -48,12 +48,13 @@ def test_a_template_that_does_not_frame_the_text_is_refused(with_template, templ
         find_user_frame(with_template(template), 10)
 
 
-def test_a_turn_may_end_by_a_token_that_the_tokenizers_config_does_not_name_as_special(with_template):
+def test_a_turn_may_end_by_a_token_that_the_tokenizers_config_does_not_name_as_special(with_template, tiny_llama):
     target = with_template(
         "{% for m in messages %}{{ '<|user|>' + m['content'] + '<|end|>\n' }}{% endfor %}"
         "{% if not add_generation_prompt %}{{ '<|im_end|>' }}{% endif %}"  # as Phi-3's
     )
     target.tokenizer.add_tokens([AddedToken("<|user|>", special=True), AddedToken("<|end|>", special=True)])
+    target = replace(target, model=tiny_llama(vocab_size=400))
     user, end = (target.tokenizer.convert_tokens_to_ids(token) for token in ("<|user|>", "<|end|>"))
     frame = find_user_frame(target, 10)
     assert (frame.prefix_ids, frame.end_ids) == ((user,), {end})
