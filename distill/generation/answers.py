@@ -208,7 +208,7 @@ class AnswerJob:
 
 
 def existing_answers(target: Target, max_new_tokens: int | None, left_out: LeftOut) -> Answered:
-    """Encode every turn of prompts with the answer that it brings (`check_given`), longer ones cut off at `max_new_tokens`."""
+    """Encode every turn of prompts with the answer that it brings, longer ones cut off at `max_new_tokens`."""
     dropped, omissions = Counter[str](), Omissions()
 
     def rows_of(prompt: Prompt) -> list[Conversation]:

@@ -30,7 +30,7 @@ from distill.generation.prompts import Prompt, Split, fit_prompts, split_prompts
 from distill.generation.rendering import check_answer_end
 from distill.generation.self_seeding import self_seed
 from distill.generation.server_answers import check_server, server_answer_job
-from distill.generation.sources import check_given, check_readable, list_prompts
+from distill.generation.sources import answered_prompts, check_readable, list_prompts
 from distill.generation.turns import turns_of
 from distill.server.connection import Connection
 from heads.frozen.loading import Target, load_target
@@ -80,12 +80,13 @@ def _make_locked(
         longest = None  # of the turns, which were ended in time, and not of their text in the template
     below = [prompt.below(config.prompts.system) for prompt in listed]
     prompts = fit_prompts(target, below, left_out, longest, turns_of)
+    if config.answers.written_by == "dataset":
+        prompts = answered_prompts(prompts, left_out)
     left_out.check(len(prompts))
     left_out.counts.update(unusable)
     check_readable(prompts, written_here=server is None)
     split = split_prompts(prompts, config.held_out_share)
     if config.answers.written_by == "dataset":
-        check_given(prompts)
         collect: Callable[[], Answered] = partial(existing_answers, target, config.answers.longest, left_out)
     else:
         job = answer_job(config, target, split, output, server)

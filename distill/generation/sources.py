@@ -243,8 +243,13 @@ def check_readable(prompts: Sequence[Prompt], *, written_here: bool) -> None:
         raise InputError(f"answers.written_by: {media}; set it to target")
 
 
-def check_given(prompts: Sequence[Prompt]) -> None:
-    without = [prompt.prompt_id for prompt in prompts if all(turn.answer is None for turn in turns_of(prompt))]
-    if without:
-        missing = f"{len(without)} of {len(prompts)} prompts bring no answer, the first is {without[0]}"
-        raise InputError(f"answers.written_by 'dataset': {missing}; leave those rows out, or set it to target")
+def answered_prompts(prompts: Sequence[Prompt], left_out: LeftOut) -> list[Prompt]:
+    """Return the prompts that bring an answer; others are counted, or refused."""
+    kept = []
+    for prompt in prompts:
+        if any(turn.answer is not None for turn in turns_of(prompt)):
+            kept.append(prompt)
+        else:
+            found = f"prompt {prompt.prompt_id} brings no answer, and answers.written_by is dataset"
+            left_out.add(BadRow("no_answer", found, prompt.where))
+    return kept

@@ -19,7 +19,7 @@ from distill.generation.bad_rows import BadRow, LeftOut
 from distill.generation.continuation import TargetSource
 from distill.generation.prompts import Prompt, encode_prompt, fit_prompts
 from distill.generation.row_forms import read_row
-from distill.generation.sources import check_given
+from distill.generation.sources import answered_prompts
 from distill.generation.turns import answer_of, said_since, turns_of
 from heads.inference.kv_cache import RowCache
 from tests.support.writing import answer_prompts
@@ -219,8 +219,11 @@ def test_an_answer_that_is_empty_or_whose_template_rewrites_the_prompt_is_droppe
     template = "{% if add_generation_prompt %}open{% else %}closed{% endif %}"
     monkeypatch.setattr(byte_target.tokenizer, "chat_template", template)
     assert one(byte_target, "Well.") == {NOT_A_CONTINUATION: 1}
-    with pytest.raises(InputError, match="the first is p"):
-        check_given([prompt("Well."), prompt(None)])
+    with pytest.raises(InputError, match="on_bad_row"):
+        answered_prompts([prompt("Well."), prompt(None)], LeftOut())
+    left_out = LeftOut(on_bad_row="skip")
+    assert answered_prompts([prompt("Well."), prompt(None)], left_out) == [prompt("Well.")]
+    assert left_out.counts == {"no_answer": 1}
 
 
 def test_an_answer_has_its_thinking_and_its_calls_as_the_template_writes_them(byte_target, monkeypatch):
