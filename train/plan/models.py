@@ -72,7 +72,7 @@ class DraftWork:
 
 
 def draft_work(config: PlanConfig, models: PlannedModels, *, length: float, label_share: float) -> DraftWork:
-    """Estimate a step of the draft over rows of `length` tokens.
+    """Estimate a step of the draft over conversations of `length` tokens.
 
     For its backward a layer keeps about eight states and four vectors of the MLP's inner width at each position that it runs
     at, or its input alone where it is computed anew; other weights keep what they read.

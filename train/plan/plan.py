@@ -119,7 +119,7 @@ def make_plan(config: PlanConfig) -> Plan:
     models = plan_models(config)
     config = models.config
     work, data = _measure_workload(config), config.data
-    memory = memory_of(config, models, work.label_share)
+    memory = memory_of(config, models, work)
     # Of the cache that the recipe can learn from, in the cache's default dtype.
     cache = CacheConfig(target=config.target, data=data.train, max_length=data.max_length, taps=sorted(models.taps or ()))
     return Plan(
@@ -133,14 +133,15 @@ def make_plan(config: PlanConfig) -> Plan:
     )
 
 
-def memory_of(config: PlanConfig, models: PlannedModels, label_share: float) -> dict[str, int]:
+def memory_of(config: PlanConfig, models: PlannedModels, data: Workload) -> dict[str, int]:
     """Return the bytes of a step over a micro-batch of the longest rows, and of decoding held-out prompts, by part."""
     trained, target = count(models.draft, trained=True), models.target
     shape, dtype_size = shape_like(target), target.dtype.itemsize
     row = config.data.row_length or config.data.max_length  # tokens
     positions, mixed = config.schedule.batch_size * row, config.schedule.mixed_precision != "no"
     size = 2 if mixed else WIDE
-    work = draft_work(config, models, length=row, label_share=label_share)
+    length = min(row, data.mean_tokens) if config.data.packing else row  # of a conversation
+    work = draft_work(config, models, length=length, label_share=data.label_share)
     of_draft = work.columns * (size + WIDE_COPIES_OF_DRAFT_LOGITS * WIDE)
     of_target = work.target_columns * (dtype_size + WIDE_COPIES_OF_TARGET_LOGITS * WIDE)
     states = shape.width * (1 + len(models.taps or ())) * dtype_size  # a position

@@ -123,6 +123,8 @@ def test_every_turn_of_a_chat_is_a_prompt_with_what_was_said_and_answered_in_it(
     ]
     assert [answer_of(turn) for turn in turns] == [CALL, WELL, None]
     assert [said_since(turns, number) for number in range(3)] == [[SYSTEM, HI], [RESULT], [AND]]
+    seen = [{"role": "user", "content": [{"type": "image", "path": name}]} for name in ("a", "b")]
+    assert [turn.media for turn in turns_of(chat(seen[0], WELL, seen[1], WELL))] == [("a",), ("a", "b")]
     plain = turns_of(Prompt(prompt_id="p", category="c", turns=("one", "two")))
     assert [turn.turns for turn in plain] == [("one",), ("two",)]
     assert [len(turns_of(chat(*said))) for said in ([WELL, HI], [HI, WELL, WELL, AND], [HI, HI, WELL])] == [1, 2, 1]

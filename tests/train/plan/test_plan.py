@@ -79,6 +79,10 @@ def test_a_packed_row_is_counted_whole(folder):
     data = {"max_length": 100, "packing": True}
     packed, padded = (planned(folder, data=each) for each in (data, {"max_length": 100}))
     assert packed.memory["target activations"] == 4 * padded.memory["target activations"]
+    # A block head has anchors in each conversation of a row.
+    work = WORK | {"mean_tokens": 100.0}
+    packed, padded = (make_plan(heads(folder, "dflash", workload=work, data=each)) for each in (data, {"max_length": 100}))
+    assert packed.memory["draft activations"] == pytest.approx(4 * padded.memory["draft activations"], rel=1e-6)
 
 
 def test_masks_of_all_pairs_are_counted_where_a_step_has_them(folder, greedy_target):
