@@ -214,6 +214,12 @@ def _collate_rows(rows: Sequence[Sequence[Example]]) -> Batch:
     return batch
 
 
+def spans_of(flags: Sequence[Any]) -> list[tuple[int, int]]:
+    """Return the spans of the places whose flag is set."""
+    edges = np.flatnonzero(np.diff(np.asarray(flags, np.int8), prepend=0, append=0)).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
 # --- packed rows
 
 

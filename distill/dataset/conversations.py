@@ -139,12 +139,6 @@ def answer_places(messages: Sequence[Message]) -> list[int]:
     return [place for place in range(1, len(roles)) if roles[place] == "assistant" and roles[place - 1] in ("user", "tool")]
 
 
-def spans_of(flags: Sequence[Any]) -> list[tuple[int, int]]:
-    """Return the spans of the places whose flag is set."""
-    edges = np.flatnonzero(np.diff(np.asarray(flags, np.int8), prepend=0, append=0)).tolist()
-    return list(zip(edges[::2], edges[1::2], strict=True))
-
-
 def read_row(line: bytes, where: str) -> Conversation:
     """Read a row back; `where` names the file and line in errors."""
     try:

@@ -14,7 +14,8 @@ from itertools import chain, pairwise
 from typing import Any
 
 from configs.runtime.errors import InputError
-from distill.dataset.conversations import Message, spans_of
+from distill.dataset.batches import spans_of
+from distill.dataset.conversations import Message
 from distill.generation.bad_rows import BadRow
 
 

@@ -18,8 +18,7 @@ import torch
 
 from configs.schema.decoding import SamplingConfig
 from configs.schema.training import DistillConfig
-from distill.dataset.batches import Example, collate
-from distill.dataset.conversations import spans_of
+from distill.dataset.batches import Example, collate, spans_of
 from distill.generation.continuation import Request, TokenSource, continue_requests
 from heads.frozen.loading import Target
 from heads.modules.interface import Batch
