@@ -81,7 +81,7 @@ def _max_length(most: int, train: Sequence[Conversation] | None) -> tuple[int, s
     """Return `USUAL_LENGTH` or, of longer conversations, what `USUAL_SHARE` of them fit in; at most `LONGEST` and `most`."""
     if train is None:
         return min(USUAL_LENGTH, most), "for data yet to be made"
-    lengths, *_ = index_of(train).by_row()
+    lengths = index_of(train).lengths
     usual = int(np.quantile(lengths, USUAL_SHARE, method="inverted_cdf"))
     length = min(max(USUAL_LENGTH, usual), LONGEST, most)
     return length, f"{int((lengths > length).sum())} of {len(lengths)} conversations are longer"
@@ -91,7 +91,7 @@ def _window(max_length: int, train: Sequence[Conversation] | None) -> tuple[int 
     """Return a multiple of `WINDOW_STEP` that `WINDOW_SHARE` of the conversations fit in: few show what stands farther back."""
     if train is None:
         return None, "for data yet to be made"
-    lengths = np.minimum(index_of(train).by_row()[0], max_length)
+    lengths = np.minimum(index_of(train).lengths, max_length)
     length = int(np.quantile(lengths, WINDOW_SHARE, method="inverted_cdf"))
     return WINDOW_STEP * math.ceil(length / WINDOW_STEP), f"{WINDOW_SHARE:.0%} of the conversations fit in {length} tokens"
 

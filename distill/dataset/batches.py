@@ -67,12 +67,13 @@ class ConversationDataset(Dataset[Example]):
                 raise InputError(f"data.num_conversations: {num_conversations}, and data.train has {len(drawn)}")
             drawn = np.sort(np.random.default_rng(0).permutation(drawn)[:num_conversations])
         index = index_of(conversations)
+        is_cut_N = index.lengths > max_length
         ends_N, starts_N, num_labels_N = index.by_row(max_length)
         self.numbers = drawn[ends_N[drawn] > 0]  # places in the data file
         self.lengths, self.answer_starts = ends_N[self.numbers], starts_N[self.numbers]  # of the last answer in each
         self.num_labels = int(num_labels_N[self.numbers].sum())
         self.num_dropped = len(drawn) - len(self.numbers)
-        self.num_cut = int((index.by_row()[0][self.numbers] > max_length).sum())
+        self.num_cut = int(is_cut_N[self.numbers].sum())
         if not len(self.numbers):
             raise InputError(f"data.max_length: none of {len(drawn)} conversations has an answer token within {max_length}")
 

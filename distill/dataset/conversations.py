@@ -164,6 +164,11 @@ class Index(NamedTuple):
     user_texts: np.ndarray  # int64 [A], `text_hash` of what the user had said before it
     answer_counts: np.ndarray  # int64, how often each token id, up to the largest, stands in an answer
 
+    @property
+    def lengths(self) -> np.ndarray:
+        """Return the tokens of each row, int32 `[N]`."""
+        return self.ends[np.diff(self.rows, append=-1) != 0]
+
     def spans(self, row: int) -> list[tuple[int, int]]:
         """Return where the answers of a row lie in it."""
         own = slice(*np.searchsorted(self.rows, [row, row + 1]))
