@@ -46,6 +46,7 @@ class LeftOut:
     on_too_long: Policy = "refuse"  # a prompt that fills the context
     max_share: float = 1.0  # of bad rows, those too long not counted
     counts: Counter[str] = field(default_factory=Counter)
+    num_rows: int = 0  # that were read, as far as `check` knows: fewer may be taken
     _first: dict[str, list[BadRow]] = field(default_factory=dict)  # those that were not logged yet
 
     def add(self, row: BadRow) -> None:
@@ -73,9 +74,10 @@ class LeftOut:
         """Log what was left out; `InputError` where more than `max_share` of the rows are bad, or none is kept."""
         self.log()
         num_bad = self.counts.total() - self.counts[TOO_LONG]
-        if num_bad > self.max_share * (num_bad + num_kept) or not num_kept:
-            found = f"{num_bad} rows cannot be prompts, and {num_kept} can (left out: {dict(self.counts)})"
-            raise InputError(f"prompts.max_bad_share: {found}; it allows {self.max_share:.2g} of them: correct the source")
+        self.num_rows = max(self.num_rows, num_bad + num_kept)
+        if num_bad > self.max_share * self.num_rows or not num_kept:
+            found = f"{num_bad} of {self.num_rows} rows cannot be prompts (left out: {dict(self.counts)})"
+            raise InputError(f"prompts.max_bad_share: {found}; it allows a share of {self.max_share:.2g}: correct the source")
 
 
 def left_out_by(config: PromptsConfig) -> LeftOut:

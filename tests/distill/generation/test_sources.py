@@ -132,6 +132,7 @@ def test_a_row_that_is_no_prompt_is_refused_by_its_place_or_left_out_and_counted
     assert [each.turns for each in read(path, left_out)] == [("one",), ("y",)]
     assert left_out.counts == Counter(ODD.values())
     left_out.check(2)
+    left_out.check(1)  # of the two one is taken
     assert "line 4" in caplog.text
     with pytest.raises(InputError, match="max_bad_share"):
         LeftOut(max_share=0.8, counts=left_out.counts).check(2)
