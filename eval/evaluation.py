@@ -31,13 +31,13 @@ from eval.acceptance import Tally
 from eval.decoder.decode import check_decodable
 from eval.decoder.records import AUTOREGRESSIVE, OTHER_RULE, SPECULATIVE, WITH_LOOKUP, drop_batches
 from eval.lossless import judge_lossless
-from eval.measure.interleaved import measure_share
-from eval.measure.proposers import (
+from eval.measure.interleaved import (
     EvaluatedDraft,
     add_lookup,
     known_answers,
     load_evaluated,
     make_baselines,
+    measure_share,
 )
 from eval.measure.suite import Suite, Turns, fit_suite, load_suites, trained_on
 from eval.quality import check_references, judge_quality

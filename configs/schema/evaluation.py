@@ -109,7 +109,7 @@ class EvalConfig(Settings):
     sampling_from: Literal["decode", "generation_config"] = "decode"
     repeats: PositiveInt = 2  # interleaved: plain, speculative, baselines, plain, ...
     warmup_prompts: NonNegativeInt = 1  # decoded before timing starts
-    baselines: list[FreeDraft] = ["prompt_lookup"]  # measured beside the draft (`eval.measure.proposers`)
+    baselines: list[FreeDraft] = ["prompt_lookup"]  # measured beside the draft (`eval.measure.interleaved`)
     lookup_num_speculative_tokens: PositiveInt = 4  # a round of prompt lookup; of 2, 3, 4 and 8 the fastest of the demo
     lossless: LosslessConfig = LosslessConfig()
     cost: CostConfig | None = None  # a timing sweep, from which the speed at other settings is predicted; None: no prediction

@@ -21,10 +21,8 @@ from configs.schema.data import AnswersConfig
 from distill.dataset.conversations import Conversation, Message
 from distill.generation.bad_rows import BadRow, LeftOut
 from distill.generation.continuation import Request, TargetSource, continue_requests, up_to_end
-from distill.generation.id_rows import spelled
-from distill.generation.prompts import NOT_ENCODED, Prompt, encode_prompt
+from distill.generation.prompts import NOT_ENCODED, Prompt, answer_of, encode_prompt, said_since, spelled, turns_of
 from distill.generation.rendering import Omissions, answer_text, ends_in_thinking, message_of
-from distill.generation.turns import answer_of, said_since, turns_of
 from heads.frozen.loading import Target
 from heads.sampling.draws import request_number
 

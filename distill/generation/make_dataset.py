@@ -26,12 +26,11 @@ from configs.schema.data import DataConfig
 from distill.dataset.conversations import FORMAT_VERSION, MANIFEST, WRITTEN_BY, share_rows, text_hash
 from distill.generation.answers import ANSWER_JOURNALS, Answered, AnswerJob, existing_answers
 from distill.generation.bad_rows import LeftOut, left_out_by
-from distill.generation.prompts import Prompt, Split, fit_prompts, split_prompts
+from distill.generation.prompts import Prompt, Split, fit_prompts, split_prompts, turns_of
 from distill.generation.rendering import check_answer_end
 from distill.generation.self_seeding import self_seed
 from distill.generation.server_answers import check_server, server_answer_job
 from distill.generation.sources import answered_prompts, check_readable, list_prompts
-from distill.generation.turns import turns_of
 from distill.server.connection import Connection
 from heads.frozen.loading import Target, load_target
 from heads.frozen.processes import join_processes, naming_lost_processes, share_of

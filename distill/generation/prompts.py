@@ -17,11 +17,11 @@ from operator import itemgetter
 from typing import Any
 
 from configs.runtime.errors import InputError
-from distill.dataset.conversations import Message, folded_text, media_names, text_hash
+from distill.dataset.conversations import Message, answer_places, folded_text, media_names, text_hash
 from distill.generation.bad_rows import TOO_LONG, BadRow, LeftOut
-from distill.generation.id_rows import ids_in
 from distill.generation.rendering import Omissions
 from heads.frozen.loading import Target
+from heads.frozen.tokenizer import OBJECT
 
 UNCATEGORISED = "uncategorised"  # prompts whose rows name no category
 DUPLICATE = "duplicate"
@@ -49,7 +49,7 @@ class Prompt:
     turn_keys: Message = field(default_factory=dict)
     answer: str | None = field(default=None, compare=False)  # the data set's own, ignored by comparisons
     answer_keys: Message = field(default_factory=dict, compare=False)  # what else its message has: reasoning, calls of tools
-    of_ids: bool = False  # its messages are spelled in token ids (`distill.generation.id_rows`)
+    of_ids: bool = False  # its messages are spelled in token ids (`distill.generation.row_forms`)
     where: str = field(default="", compare=False)  # file and line, for messages
     num_tokens: int = field(default=0, compare=False)  # up to the first answer, in the target's chat template; 0: not counted
 
@@ -287,3 +287,69 @@ class NearDuplicates:
             self._having.setdefault(gram, []).append(len(self._sizes))
         self._sizes.append(len(grams))
         return True
+
+
+# --- a chat as its turns --------------------------------------------------------------------------------------------
+
+
+def turns_of(prompt: Prompt) -> list[Prompt]:
+    """Return a prompt for each message to be answered, in order; what a source says after its last answer is one of them.
+
+    Of a prompt that is a list of user turns the later ones have no answers in their history: these are yet to be written.
+    """
+    asked, answer = prompt.messages, answer_of(prompt)
+    chat = asked if answer is None else [*asked, answer]
+    places = answer_places(chat) + [len(chat)] * (answer is None)
+    turns = [_turn(prompt, chat[: place + 1]) for place in places]
+    for text in prompt.turns[1:]:
+        turns.append(_turn(prompt, [*turns[-1].messages, {"role": "user", "content": text}]))
+    return turns
+
+
+def answer_of(prompt: Prompt) -> Message | None:
+    """Return the message by which a prompt's source answers it."""
+    return None if prompt.answer is None else {"role": "assistant", **prompt.answer_keys, "content": prompt.answer}
+
+
+def said_since(turns: Sequence[Prompt], number: int) -> list[Message]:
+    """Return what is said in a turn after the answer to the one before, its own question last."""
+    if number == 0:
+        return turns[0].messages
+    before = turns[number - 1]
+    return turns[number].messages[len(before.messages) + (before.answer is not None) :]
+
+
+def _turn(prompt: Prompt, chat: Sequence[Message]) -> Prompt:
+    """Return the prompt of a chat that ends with a question, or with the answer to one."""
+    *history, last = chat
+    answer: Message = {}
+    if last["role"] == "assistant":
+        answer, last, history = last, history[-1], history[:-1]
+    media = "".join(each["content"] for each in (*history, last) if each["role"] == "user").count(OBJECT)
+    return replace(
+        prompt,
+        turns=(last["content"],),
+        history=tuple(history),
+        turn_keys={} if last["role"] == "user" else {key: value for key, value in last.items() if key != "content"},
+        answer=answer.get("content"),
+        answer_keys={key: value for key, value in answer.items() if key not in ("role", "content")},
+        media=prompt.media[:media],
+    )
+
+
+# --- messages of token ids ------------------------------------------------------------------------------------------
+
+
+def spelled(ids: Sequence[int]) -> str:
+    return " ".join(map(str, ids))
+
+
+def ids_in(text: str, vocab_size: int) -> list[int]:
+    """Return the ids that a text spells, without what follows a `#` in a line; `InputError` for one beyond the vocabulary."""
+    try:
+        ids = [int(number) for line in text.splitlines() for number in line.partition("#")[0].split()]
+    except ValueError as error:
+        raise InputError(f"of_ids: messages must be spelled in token ids: {error}") from error
+    if outside := [token for token in ids if not 0 <= token < vocab_size]:
+        raise InputError(f"token id {outside[0]} lies outside the target's vocabulary of {vocab_size}")
+    return ids

@@ -5,7 +5,10 @@
                whose responses are not read, or inside `body`, as of OpenAI's batch files
     sharegpt   conversations: {from, value}, or {role, content} as of SpecForge and speculators [tools]; a `function_call` is a
                call of a tool, an `observation` its result
-    ids        prompt_ids [sample, answer_ids], or input_ids and loss_mask (`distill.generation.id_rows`)
+    ids        prompt_ids [sample, answer_ids], what the target reads; several rows of one prompt are told apart by `sample`. Or
+               the input_ids of a whole chat and a loss_mask, 1 for each id that the target wrote, else 0, as of speculators and
+               SpecForge; in rows of Model-Optimizer the ids are `token_ids`. A user's message is then whatever was read before
+               an answer; what follows the last answer is left out
     column     a column that the config names: a text, a list of turns, or messages [a second one with the answer]
 
 Parts are texts and, in what the user says, images and sounds: {type: image_url, image_url: {url}} and {type: input_audio,
@@ -25,11 +28,13 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain, pairwise
 from typing import Any
 
+from distill.dataset.batches import spans_of
+from distill.dataset.conversations import Message
 from distill.generation.bad_rows import BadRow
-from distill.generation.id_rows import chat_in_ids
-from distill.generation.prompts import UNCATEGORISED, Prompt
+from distill.generation.prompts import UNCATEGORISED, Prompt, spelled
 from heads.frozen.tokenizer import OBJECT, SOUND
 
 COLUMN, COLUMN_NAME = "column", "prompt"  # the form, and the column where none is named
@@ -271,3 +276,43 @@ def _reference(part: Mapping[str, Any], *, is_image: bool) -> str:
         kind = "an image" if is_image else "a sound"
         raise BadRow("part", f"{kind} must be named by a path, a data URL or a URL, got {str(given)[:60]!r}")
     return reference if is_image else SOUND + reference
+
+
+# --- rows of token ids: the messages are spelled in ids, so that they are read as they were served, by no tokenizer ---
+
+
+def chat_in_ids(row: Mapping[str, Any]) -> list[Message]:
+    """Return the messages of a row of ids; `BadRow` where these are none, or none is to be learnt."""
+    if row.get("loss_mask") is None:
+        sample = f" #{row['sample']}" if row.get("sample") is not None else ""
+        answer = () if row.get("answer_ids") is None else (spelled(_ids(row, "answer_ids")),)
+        return _messages(spelled(_ids(row, "prompt_ids")) + sample, *answer)
+    ids = _ids(row, "token_ids" if row.get("input_ids") is None else "input_ids")
+    edges = [0, *chain.from_iterable(spans_of(_flags(row["loss_mask"], len(ids))))]
+    if len(edges) == 1:
+        raise BadRow("nothing_learnt", "loss_mask must mark an id after the first, and marks none")
+    return _messages(*(spelled(ids[start:end]) for start, end in pairwise(edges)))
+
+
+def _messages(*texts: str) -> list[Message]:
+    return [{"role": "assistant" if number % 2 else "user", "content": text} for number, text in enumerate(texts)]
+
+
+def _ids(row: Mapping[str, Any], key: str) -> list[int]:
+    ids = _flat(row.get(key))
+    if not isinstance(ids, list) or not ids or not all(type(token) is int and token >= 0 for token in ids):
+        raise BadRow("ids", f"{key} must be a list of token ids, at least one, got {str(ids)[:60]!r}")
+    return ids
+
+
+def _flags(given: Any, length: int) -> list[bool]:
+    """Return which ids were written by the target; the first one was not, which nothing predicts."""
+    mask = _flat(given)
+    if not isinstance(mask, list) or len(mask) != length or not all(flag in (0, 1) for flag in mask):
+        raise BadRow("loss_mask", f"loss_mask must have 0 or 1 for each of the {length} ids, got {str(given)[:60]!r}")
+    return [False, *map(bool, mask[1:])]
+
+
+def _flat(given: Any) -> Any:
+    """Return the only row of a batch of one, as SpecForge keeps its tensors."""
+    return given[0] if isinstance(given, list) and len(given) == 1 and isinstance(given[0], list) else given

@@ -27,9 +27,8 @@ import pyarrow.parquet
 from configs.runtime.errors import InputError, first_line
 from configs.schema.data import PromptsConfig
 from distill.generation.bad_rows import BadRow, LeftOut, OnBadRow, refuse
-from distill.generation.prompts import UNCATEGORISED, Prompt, choose_prompts, fold_chats, hash_position
+from distill.generation.prompts import UNCATEGORISED, Prompt, choose_prompts, fold_chats, hash_position, turns_of
 from distill.generation.row_forms import COLUMN, detect_format, hash_of, read_row
-from distill.generation.turns import turns_of
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
 DELIMITERS = {".csv": ",", ".tsv": "\t"}

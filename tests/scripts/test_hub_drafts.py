@@ -18,7 +18,7 @@ from configs.schema.commands.release import ExportConfig
 from configs.schema.evaluation import EvalConfig, GateConfig
 from configs.schema.target import TargetConfig
 from eval import gate
-from eval.measure.proposers import load_evaluated
+from eval.measure.interleaved import load_evaluated
 from heads.artifact import load_draft
 from heads.frozen.identity import locate
 from heads.frozen.loading import load_target

@@ -17,10 +17,9 @@ from distill.generation.answers import (
 )
 from distill.generation.bad_rows import BadRow, LeftOut
 from distill.generation.continuation import TargetSource
-from distill.generation.prompts import Prompt, encode_prompt, fit_prompts
+from distill.generation.prompts import Prompt, answer_of, encode_prompt, fit_prompts, said_since, turns_of
 from distill.generation.row_forms import read_row
 from distill.generation.sources import answered_prompts
-from distill.generation.turns import answer_of, said_since, turns_of
 from heads.inference.kv_cache import RowCache
 from tests.support.writing import answer_prompts
 

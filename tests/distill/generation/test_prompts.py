@@ -17,9 +17,9 @@ from distill.generation.prompts import (
     fold_chats,
     hash_position,
     split_prompts,
+    turns_of,
 )
 from distill.generation.row_forms import read_row
-from distill.generation.turns import turns_of
 
 SAID, ASSISTANT = {"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}
 

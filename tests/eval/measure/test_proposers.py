@@ -16,8 +16,7 @@ from eval.decoder.decode import Request
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP
 from eval.evaluation import evaluate
 from eval.measure import interleaved, proposers
-from eval.measure.interleaved import Measurement
-from eval.measure.proposers import add_lookup, known_answers, make_baselines
+from eval.measure.interleaved import Measurement, add_lookup, known_answers, make_baselines
 from eval.release import judge, read_artifact
 from heads.artifact import save_draft_lm
 from heads.metadata import read_metadata
