@@ -15,7 +15,7 @@ from distill.generation.prompts import Prompt
 from eval.decoder.decode import Request
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP
 from eval.evaluation import evaluate
-from eval.measure import interleaved, proposers
+from eval.measure import interleaved
 from eval.measure.interleaved import Measurement, add_lookup, known_answers, make_baselines
 from eval.release import judge, read_artifact
 from heads.artifact import save_draft_lm
@@ -156,7 +156,7 @@ def test_answers_to_prompts_of_the_suites_are_not_known(target, tmp_path, monkey
     suite = [Prompt(prompt_id="q", category="c", turns=("say IT  again.", "Hello."))]
     assert list(known_answers(config, suite, target.identity)) == [rows[0].answer_ids, rows[2].answer_ids]
     assert list(known_answers(EvalConfig(), suite, target.identity)) == []
-    monkeypatch.setattr(proposers, "KNOWN_TOKENS", 19)
+    monkeypatch.setattr(interleaved, "KNOWN_TOKENS", 19)
     assert list(known_answers(config, suite, target.identity)) == [rows[0].answer_ids]
     (tmp_path / "manifest.json").write_text(
         json.dumps({"format_version": 1, "target": written_by | {"tokenizer_sha256": "another"}})
