@@ -285,6 +285,9 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode) or key.value in result:
                 problem = "a key must be a word, and given once"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            if ":" in key.value and key.style is None and value.start_mark.index == value.end_mark.index:  # {key:value}
+                problem = f"write a blank after the colon of {key.value!r}"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             result[key.value] = self.construct_object(value, deep=True)
         return result
 

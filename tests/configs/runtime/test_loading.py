@@ -190,6 +190,7 @@ def test_json_that_another_program_wrote_is_read_back_equal(value):
         ("a: 1\nb: 2\na: 3", "line 3: a key must be a word, and given once"),
         ("a: !!python/object/apply:os.system [ls]", "line 1: could not determine a constructor for the tag"),
         ("? [1, 2]\n: 3", "a key must be a word"),
+        ("{enable_thinking:false}", "line 1: write a blank after the colon of 'enable_thinking:false'"),
         ("a: 1\n--- \nb: 2", "line 2: but found another document"),
         ('"\\U00110000"', "here: not YAML"),
         ("a: " + "9" * 5000, "here: not YAML"),
