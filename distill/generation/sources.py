@@ -25,6 +25,7 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from configs.runtime.errors import InputError, first_line
+from configs.runtime.files import IS_POINTER, LFS_POINTER
 from configs.schema.data import PromptsConfig
 from distill.generation.bad_rows import BadRow, LeftOut, OnBadRow, refuse
 from distill.generation.prompts import UNCATEGORISED, Prompt, choose_prompts, fold_chats, hash_position, turns_of
@@ -165,6 +166,8 @@ def _suffix(path: Path) -> str:
 def _read_file(path: Path, where: str, bad: OnBadRow, still_written: bool) -> Iterator[SourceRow]:
     try:
         with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
+            if file.peek(len(LFS_POINTER)).startswith(LFS_POINTER.encode()):
+                raise InputError(f"{where} {IS_POINTER}")
             yield from _rows(file, _suffix(path), where, bad, still_written)
     except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
         raise InputError(f"cannot read {where}: {first_line(error)}") from error

@@ -69,6 +69,7 @@ def test_a_folder_is_all_of_its_files_in_order(tmp_path):
         ("a.json", b"[{]", "a.json"),
         ("a.csv", b"a,b\n1\n", "a.csv"),
         ("a.parquet", b"PAR1", "a.parquet"),
+        ("a.txt", b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", "git lfs pull"),
         ("a.jsonl.gz", b"no gzip", "a.jsonl.gz"),
     ],
 )
