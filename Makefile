@@ -31,7 +31,7 @@ demo-serve: demo $(VLLM_STAMP) ## vLLM serves the demo's target, plainly, with i
 	.venv/bin/draftsmith check runs/demo/export/suffix_lookup --engine vllm --prompts runs/demo/data/held_out.jsonl --out runs/demo/serve_lookup
 
 test: setup ## the test suite
-	$(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 check: setup ## format, lint, types, import contract, lines and modules against their limits
 	.venv/bin/ruff format --check .
