@@ -26,6 +26,7 @@ from heads.frozen.media import MediaPrompt
 from heads.frozen.tokenizer import OBJECT, SOUND
 
 WHAT = "conversations file"
+ASKING = ("user", "tool", "function", "ipython")  # roles whose messages are answered: the user, and results of tools
 COLUMNS = {"offsets": np.int64, "rows": np.int32, "starts": np.int32, "ends": np.int32, "user_texts": np.int64}
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -134,9 +135,9 @@ def share_rows(turns: Iterable[Conversation]) -> list[Conversation]:
 
 
 def answer_places(messages: Sequence[Message]) -> list[int]:
-    """Return the places of the messages by which the assistant answers the user or a tool."""
+    """Return the places of the messages by which the assistant answers (`ASKING`)."""
     roles = [message["role"] for message in messages]
-    return [place for place in range(1, len(roles)) if roles[place] == "assistant" and roles[place - 1] in ("user", "tool")]
+    return [place for place in range(1, len(roles)) if roles[place] == "assistant" and roles[place - 1] in ASKING]
 
 
 def read_row(line: bytes, where: str) -> Conversation:

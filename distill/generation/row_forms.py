@@ -32,7 +32,7 @@ from itertools import chain, pairwise
 from typing import Any
 
 from distill.dataset.batches import spans_of
-from distill.dataset.conversations import Message
+from distill.dataset.conversations import ASKING, Message
 from distill.generation.bad_rows import BadRow
 from distill.generation.prompts import UNCATEGORISED, Prompt, spelled
 from heads.frozen.tokenizer import OBJECT, SOUND
@@ -55,7 +55,6 @@ IMAGE_KEYS, SOUND_KEYS = ("image_url", "url", "path", "image"), ("input_audio", 
 MESSAGE_KEYS = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")
 ID_KEYS = ("question_id", "id", "prompt_id", "task_id", "custom_id")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-ASKING = ("user", "tool", "function", "ipython")  # whose messages are answered
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 SHAREGPT_ROLES = {
     "human": "user",

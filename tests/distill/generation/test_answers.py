@@ -127,6 +127,8 @@ def test_every_turn_of_a_chat_is_a_prompt_with_what_was_said_and_answered_in_it(
     plain = turns_of(Prompt(prompt_id="p", category="c", turns=("one", "two")))
     assert [turn.turns for turn in plain] == [("one",), ("two",)]
     assert [len(turns_of(chat(*said))) for said in ([WELL, HI], [HI, WELL, WELL, AND], [HI, HI, WELL])] == [1, 2, 1]
+    ran = turns_of(chat(HI, CALL, RESULT | {"role": "ipython"}, WELL))  # Llama's name for a tool's result
+    assert [answer_of(turn) for turn in ran] == [CALL, WELL]
 
 
 def taken(target, prompt, *answers):
