@@ -35,7 +35,7 @@ TORCH_FILE = "pytorch_model.bin"  # weights as pickles, which other programs wri
 DESCRIPTIONS = ("config.json", "generation_config.json", "draftsmith.json")
 MAX_DESCRIPTION_BYTES = 10_000_000
 ADAPTER_FILE = "adapter_config.json"  # peft's
-LFS_POINTER = "version https://git-lfs"
+LFS_POINTER = b"version https://git-lfs"
 IS_POINTER = "is a stand-in by git-lfs for a file that was not fetched: run `git lfs pull` in its folder"
 CHECKOUT = Path(__file__).resolve().parents[2]  # or the folder of packages that a wheel was installed into
 
@@ -225,7 +225,7 @@ def read_text(path: Path, what: str) -> str:
         raise InputError(f"{what} not found: {path}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {what} {path}: {error}") from error
-    if text.startswith(LFS_POINTER):
+    if text.startswith(LFS_POINTER.decode()):
         raise InputError(f"{what} {path} {IS_POINTER}")
     return text
 

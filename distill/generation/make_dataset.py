@@ -26,7 +26,7 @@ from configs.schema.data import DataConfig
 from distill.dataset.conversations import FORMAT_VERSION, MANIFEST, WRITTEN_BY, share_rows, text_hash
 from distill.generation.answers import ANSWER_JOURNALS, Answered, AnswerJob, existing_answers
 from distill.generation.bad_rows import LeftOut, left_out_by
-from distill.generation.prompts import Prompt, Split, fit_prompts, split_prompts, turns_of
+from distill.generation.prompts import Prompt, Split, fit_prompts, split_prompts
 from distill.generation.rendering import check_answer_end
 from distill.generation.self_seeding import self_seed
 from distill.generation.server_answers import check_server, server_answer_job
@@ -78,7 +78,7 @@ def _make_locked(
         listed, unusable = _self_seed_once(config, target, state)
         longest = None  # of the turns, which were ended in time, and not of their text in the template
     below = [prompt.below(config.prompts.system) for prompt in listed]
-    prompts = fit_prompts(target, below, left_out, longest, turns_of)
+    prompts = fit_prompts(target, below, left_out, longest, shortens=True)
     if config.answers.written_by == "dataset":
         prompts = answered_prompts(prompts, left_out)
     left_out.check(len(prompts))

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
@@ -119,18 +119,19 @@ def fit_prompts(
     prompts: Sequence[Prompt],
     left_out: LeftOut,
     max_tokens: int | None = None,
-    turns_of: Callable[[Prompt], Sequence[Prompt]] = lambda prompt: [prompt],
+    *,
+    shortens: bool = False,
 ) -> list[Prompt]:
     """Return the prompts that can be asked, with their lengths; others are counted, or refused.
 
-    Of a chat that is too long, the longest beginning that ends with one of its turns and is not takes its place.
+    `shortens`: of a chat that is too long, the longest beginning that ends with one of its turns and is not takes its place.
     """
     kept, omissions = [], Omissions()
     for prompt in prompts:
         try:
             ids = encode_prompt(target, prompt, omissions, max_tokens)
         except BadRow as error:
-            shorter = turns_of(prompt)[:-1] if error.reason == TOO_LONG else ()
+            shorter = turns_of(prompt)[:-1] if shortens and error.reason == TOO_LONG else ()
             fitting = fit_prompts(target, shorter, LeftOut(on_too_long="skip", on_bad_row="skip"), max_tokens)
             kept += fitting[-1:]
             if not fitting:

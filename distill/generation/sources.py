@@ -166,7 +166,7 @@ def _suffix(path: Path) -> str:
 def _read_file(path: Path, where: str, bad: OnBadRow, still_written: bool) -> Iterator[SourceRow]:
     try:
         with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
-            if file.peek(len(LFS_POINTER)).startswith(LFS_POINTER.encode()):
+            if file.peek(len(LFS_POINTER)).startswith(LFS_POINTER):
                 raise InputError(f"{where} {IS_POINTER}")
             yield from _rows(file, _suffix(path), where, bad, still_written)
     except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:

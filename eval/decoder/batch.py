@@ -113,9 +113,9 @@ class BatchRun:
         tokens, room = [row.tokens for row in self.active], [row.room for row in self.active]
         is_chain = self.tree is None or num_drafts == 0 or max(room) == 0
         is_drawn = self.config.temperature > 0 and is_chain
-        inputs = RoundInputs.of(tokens, self.rng, room=room, num_drafts=num_drafts if is_drawn else None)
         prompts, vocab_size = [len(row.request.tokens) for row in self.active], self.target.vocab_size
-        return replace(inputs, counts=TextCounts.of(self.config, tokens, prompts, vocab_size, self.target.device))
+        counts = TextCounts.of(self.config, tokens, prompts, vocab_size, self.target.device)
+        return RoundInputs.of(tokens, self.rng, room=room, num_drafts=num_drafts if is_drawn else None, counts=counts)
 
     def _logits(self, states_BKE: Tensor, drafts_BG: Tensor, inputs: RoundInputs) -> Tensor:
         """Return the target's logits `[B, K, V]` after the text and each draft, with their penalties."""

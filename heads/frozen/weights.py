@@ -336,7 +336,7 @@ def _fault_of(path: Path) -> str | None:
     """Return what is wrong with a file, as a phrase that follows its name; None: nothing that can be seen."""
     try:
         with path.open("rb") as file:
-            if file.read(len(LFS_POINTER)) == LFS_POINTER.encode():
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
                 return IS_POINTER
         if path.suffix == ".safetensors":
             with safe_open(path, "pt"):

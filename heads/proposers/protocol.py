@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -41,13 +41,20 @@ class RoundInputs:
 
     @classmethod
     def of(
-        cls, tokens: Tokens, rng: CounterRNG, *, room: Sequence[int] | None = None, num_drafts: int | None = None
+        cls,
+        tokens: Tokens,
+        rng: CounterRNG,
+        *,
+        room: Sequence[int] | None = None,
+        num_drafts: int | None = None,
+        counts: TextCounts | None = None,
     ) -> RoundInputs:
         """Make the inputs of a round in one copy to the device of `rng`.
 
         Args:
             room: by row; None: not needed.
             num_drafts: of a chain that is drawn, at most; None: no random numbers are made.
+            counts: of the tokens, on the device of `rng`; None: no token is penalised.
         """
         lengths = [len(row) for row in tokens]
         room = [0] * len(tokens) if room is None else list(room)
@@ -62,13 +69,14 @@ class RoundInputs:
             pending_B1=sent_BX[:, 2:3],
             rng=rng,
             uniforms=None if num_drafts is None else chain_uniforms(sent_BX[:, 3:]),
+            counts=counts,
         )
 
     def at(self, device: torch.device) -> RoundInputs:
         """Return the same for a draft on another device."""
         num_drafts = None if self.uniforms is None else self.uniforms.draft_BG.shape[1]
-        moved = RoundInputs.of(self.tokens, self.rng.at(device), room=self.room.host, num_drafts=num_drafts)
-        return replace(moved, counts=None if self.counts is None else self.counts.to(device))
+        counts = None if self.counts is None else self.counts.to(device)
+        return RoundInputs.of(self.tokens, self.rng.at(device), room=self.room.host, num_drafts=num_drafts, counts=counts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,6 @@ from distill.generation.prompts import (
     fold_chats,
     hash_position,
     split_prompts,
-    turns_of,
 )
 from distill.generation.row_forms import read_row
 
@@ -37,7 +36,7 @@ def test_a_prompt_that_fills_the_context_is_refused_by_name_or_left_out_and_one_
     left_out.check(1)  # what is too long is no bad row
     chat = [SAID, ASSISTANT, SAID, ASSISTANT | {"content": "x" * 150}, SAID]
     whole = read_row({"messages": chat}, "messages", "", setting="")
-    assert fit_prompts(byte_target, [whole], LeftOut(), None, turns_of)[0].messages == chat[:3]
+    assert fit_prompts(byte_target, [whole], LeftOut(), shortens=True)[0].messages == chat[:3]
 
 
 def test_a_prompt_that_cannot_be_encoded_is_named_with_its_place(byte_target):
